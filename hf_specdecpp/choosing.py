@@ -91,7 +91,7 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
     return assistant
 
 
-def as_told(model: CausalLM, choice: DraftChoice, default: bool = False, tree: bool = False) -> SpecDecPPAssistant:
+def for_command(model: CausalLM, choice: DraftChoice, default: bool = False, tree: bool = False) -> SpecDecPPAssistant:
     """The attached assistant for the options of a command. `tree`: draft trees. Errors as in `assist`."""
     named: Any = choice.assistant or (MTP.name if choice.mtp else LOOKUP.name if choice.lookup else AUTO)
     if named == AUTO and choice.layers is not None:

@@ -65,7 +65,7 @@ def source_commit() -> str | None:
         return None
     # --error-unmatch fails for untracked files, such as a package that is installed within another repository.
     for words in (["ls-files", "--error-unmatch", Path(__file__).name], ["rev-parse", "HEAD"]):
-        found = subprocess.run(  # noqa: S603 - no shell, and no word of a user
+        found = subprocess.run(  # noqa: S603 - no shell, and no input of a user
             [git, "-C", Path(__file__).parent, *words], capture_output=True, text=True, check=False
         )
         if found.returncode:

@@ -55,14 +55,14 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def assumed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs stay as they are assumed before the first round, so that no rule follows the clock of this machine."""
-    monkeypatch.setattr(known_costs.KnownCosts, "follow", lambda costs, times: [])
+    monkeypatch.setattr(known_costs.KnownCosts, "update", lambda costs, times: [])
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """An empty Hub that this process talks to, with a token, and an empty cache. Tests use the same ids again."""
     with HubServer() as server:
-        point_client_at(monkeypatch, server, tmp_path / "cache", token="secret")  # noqa: S106
+        point_client_at(monkeypatch, server, tmp_path / "cache", token="secret")
         loading._load_tokenizer.cache_clear()
         yield server
     loading._load_tokenizer.cache_clear()

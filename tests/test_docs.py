@@ -167,7 +167,7 @@ def test_python_runs(
         monkeypatch.chdir(tmp_path)
         for name, of in IDS.items():  # folders of ours in the place of the ids that the page has
             code = code.replace(f'"{name}"', repr(folders[of]))
-        exec(compile(code, "page", "exec"), names)  # noqa: S102
+        exec(compile(code, "page", "exec"), names)  # noqa: S102 - our own pages
 
 
 def commands(code: str) -> list[str]:

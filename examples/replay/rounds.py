@@ -62,10 +62,10 @@ class Rereading:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
 
-    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None) -> None:  # noqa: ARG002
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None) -> None:
         self.session.read_verified(new_tokens, 0, states)
 
-    def commit_path(self, path: list[int]) -> None:  # noqa: ARG002
+    def commit_path(self, path: list[int]) -> None:
         self.session.commit_path([])
 
 
@@ -102,7 +102,7 @@ class RoundReplay:
             tree = generator.propose(ids[:, :position], states=states)
             if self.branching is None:
                 following = [*self.text.ids[position:], -1]
-                path, _ = verify_tree_greedy(tree, lambda node: following[tree.depths[node]])  # noqa: B023
+                path, _ = verify_tree_greedy(tree, lambda node: following[tree.depths[node]])  # noqa: B023 - called at once
                 yield ReplayedRound(tree, len(path), len(path))
             else:
                 p = self._p(self.branching, tree, position)

@@ -276,10 +276,10 @@ def mismatches(
     found = []
     for row in greedy:
         where = row["set"], row["prompt"]
-        for ids, expected, said in zip(prompts[where], plain[where], row["answers"], strict=True):
-            if expected != said:
+        for ids, expected, tokens in zip(prompts[where], plain[where], row["answers"], strict=True):
+            if expected != tokens:
                 names = {name: row[name] for name in ("set", "prompt", "contestant")}
-                parting = explain_parting(target, ids, expected, said)
+                parting = explain_parting(target, ids, expected, tokens)
                 texts = [None if token is None else decode(token) for token in parting["tokens"]]
                 found.append({**names, **parting, "texts": texts})
     return found

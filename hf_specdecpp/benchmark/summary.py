@@ -153,14 +153,14 @@ def verdict_of(rows: Sequence[Row]) -> str:
     best = others[0]
     plain, same = Speed(*best["plain"]), Speed(*best["same_passes" if best["ours"] else "plain"])
     passes = next((Speed(*row["plain"]) for row in rows if row["contestant"] == SAME_PASSES.name), Speed(1.0, 1.0, 1.0))
-    said = [verdict(plain, same, passes if best["ours"] else None, f"the fastest, {best['contestant']}, runs at ")]
+    sentences = [verdict(plain, same, passes if best["ours"] else None, f"the fastest, {best['contestant']}, runs at ")]
     if effect(plain, same) == "unclear":
-        said.append(f"To find out, {MORE}.")
+        sentences.append(f"To find out, {MORE}.")
     if rivals := too_close(others)[1:]:
-        said.append(f"Not significantly slower: {_some([row['contestant'] for row in rivals])}.")
+        sentences.append(f"Not significantly slower: {_some([row['contestant'] for row in rivals])}.")
     if any(row["disturbed"] for row in rows):
-        said.append("Other load disturbed some runs, so repeat the benchmark on an idle machine.")
-    return " ".join(said)
+        sentences.append("Other load disturbed some runs, so repeat the benchmark on an idle machine.")
+    return " ".join(sentences)
 
 
 def too_close(rows: Sequence[Row]) -> list[Row]:
@@ -204,6 +204,8 @@ def _kept(best: Contestant, assistant: SpecDecPPAssistant) -> str:
         return "assist(model, 'lookup')"
     chosen = asdict(replace(best.speculation, cpu_products=assistant.speculation.cpu_products))
     usual = asdict(SpeculationConfig())
-    told = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != usual[name] or name == "rule")
+    arguments = ", ".join(
+        f"{name}={value!r}" for name, value in chosen.items() if value != usual[name] or name == "rule"
+    )
     without_head = "; assistant.head = None" if assistant.head is not None and not best.with_head else ""
-    return f"assistant.speculation = SpeculationConfig({told}){without_head}"
+    return f"assistant.speculation = SpeculationConfig({arguments}){without_head}"

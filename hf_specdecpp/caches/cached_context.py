@@ -36,11 +36,11 @@ class CachedContext(ABC, Generic[Count]):
     """
 
     cache: Any
-    held: Count  # tokens that are kept
+    num_tokens: Count  # tokens that are kept
     # Number of trailing tokens to read again. Recurrent states cannot drop rejected candidates, so they are reset to
-    # `mark`, which is before these tokens.
+    # `rollback_point`, which is before these tokens.
     pending: int = 0
-    mark: RollbackPoint | None = None
+    rollback_point: RollbackPoint | None = None
 
     def begin_round(self) -> None:  # rows are dropped without a note of where they begin
         """Mark the beginning of tokens that may be rolled back."""
@@ -58,7 +58,7 @@ class GrowingContext(CachedContext[int]):
     """A sequence in a growing cache of any kind; `cache` is `None` if the first pass makes one."""
 
     def __init__(self, cache: Any) -> None:
-        self.cache, self.held = cache, 0 if cache is None else num_rows(cache)
+        self.cache, self.num_tokens = cache, 0 if cache is None else num_rows(cache)
         self._is_recurrent: bool | None = None
         self._shrinks = True
 
@@ -70,27 +70,27 @@ class GrowingContext(CachedContext[int]):
         # States cannot be cropped, nor windows and convolutions that do not record, as in the prompt of a later turn.
         records = all(getattr(layer, "record_past", True) for layer in layers) if self._shrinks else True
         if (self._is_recurrent or not records) and not self.pending:
-            self.mark = RollbackPoint(self.cache)
+            self.rollback_point = RollbackPoint(self.cache)
 
     def commit(self, count: int, of: int, path: PathRows | None = None) -> None:
-        if self.mark is not None:
+        if self.rollback_point is not None:
             if count == of:
-                self.pending, self.mark = 0, None
+                self.pending, self.rollback_point = 0, None
             else:
-                self.mark.roll_back()
+                self.rollback_point.roll_back()
                 self.pending += count
         elif path is None or count == of:  # all rows of a tree: it was a chain
             if count < of or self._shrinks:  # windows and convolutions shrink in any case
                 self.cache.crop(count - of)
         else:
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
-        self.held = self.cache.get_seq_length() if self._is_recurrent is False else num_rows(self.cache)
+        self.num_tokens = self.cache.get_seq_length() if self._is_recurrent is False else num_rows(self.cache)
 
     def roll_back(self) -> None:
-        if self.mark is not None:
-            self.mark.roll_back()
+        if self.rollback_point is not None:
+            self.rollback_point.roll_back()
         elif self.cache is not None:
-            roll_back(self.cache, self.held)
+            roll_back(self.cache, self.num_tokens)
 
 
 def text_in(cache: Any) -> CachedContext:

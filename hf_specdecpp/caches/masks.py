@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
-from hf_specdecpp.models.checks import WITHOUT
+from hf_specdecpp.models.checks import WITHOUT_ASSISTANT
 
 MASKED = ("sdpa", "eager")  # implementations of attention that take a mask of any shape
 # Config fields of families that attend to a choice of earlier tokens, made over rows or blocks of rows of the cache.
@@ -93,8 +93,8 @@ def check_windows(target: CausalLM) -> None:
     """Raise `ValueError` if the target's cache has windows that its masks may not have."""
     if (reason := unknown_window(target, target.config.get_text_config(decoder=True))) is not None:
         raise ValueError(
-            f"{type(target).__name__} {reason}. {WITHOUT}. A model that was trained without windows should say so in "
-            "its config (sliding_window=None)."
+            f"{type(target).__name__} {reason}. {WITHOUT_ASSISTANT}. A model that was trained without windows should "
+            "say so in its config (sliding_window=None)."
         )
 
 
@@ -138,29 +138,29 @@ class GrowingTreeLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         shown = super().update(key_states, value_states, *args, **kwargs)
-        held: Any = (self.keys, self.values)
-        return held if self.record_past else shown
+        stored: Any = (self.keys, self.values)
+        return stored if self.record_past else shown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = held_rows(self)
-        return held + query_length, self.cumulative_length - held
+        stored = stored_rows(self)
+        return stored + query_length, self.cumulative_length - stored
 
 
-def grow_in(cache: Cache) -> None:
+def prepare_for_tree(cache: Cache) -> None:
     """Prepare the sliding-window layers of `cache` for a tree that is read in several passes."""
     for layer in cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
             layer.__class__ = GrowingTreeLayer
 
 
-def held_rows(layer: Any) -> int:
+def stored_rows(layer: Any) -> int:
     """Number of rows of keys in a layer; in sliding-window layers fewer than the tokens read."""
     return layer.keys.shape[-2] if layer.is_initialized and layer.keys.numel() else 0
 
 
 def shown_rows(layer: Any, num_queries: int) -> int:
     """Number of rows of keys that a pass over `num_queries` tokens will see, including its own tokens."""
-    rows = held_rows(layer) + num_queries
+    rows = stored_rows(layer) + num_queries
     if type(layer) is DynamicSlidingWindowLayer and layer.record_past:
         return min(rows, layer.sliding_window - 1 + num_queries)
     return rows
@@ -175,10 +175,10 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 class CachedPrompt(NamedTuple):
     """A prompt in a cache of fixed size.
 
-    Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, its offset is -2: 6 is in row 3, at position 1.
+    Example: `[pad, pad, 5, 6]` in a cache of 8 rows has `shown` 0011 1111 and offset -2: 6 is in row 3, at position 1.
     """
 
-    shown: Tensor  # `[sequences, room]` bool, false where a row is hidden from all queries
+    shown: Tensor  # `[sequences, capacity]` bool, false where a row is hidden from all queries
     offset: Tensor  # `[sequences, 1]`, or `[d, sequences, 1]` if a model has d positions: position minus row
 
 
@@ -219,7 +219,7 @@ def tree_mask(
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
     if num_queries < ancestors.shape[1]:
-        grow_in(cache)
+        prepare_for_tree(cache)
     if prefix_mask is not None:
         prefix_mask = prefix_mask.to(ancestors.device)
     masks = {}
@@ -268,13 +268,13 @@ def inputs_in_place(
 ) -> dict[str, Any]:
     """`tree_inputs` for sequences in caches of fixed size, without numbers of the host: for captured passes.
 
-    Example: a cache with room for 8 tokens holds 3 tokens of prefix and a root, below which two children are read. With
+    Example: a cache of capacity 8 contains 3 tokens of prefix and a root, below which two children are read. With
     room for 4 nodes, `ancestors` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
     mask's rows are 1111 1000 and 1111 0100.
 
     Args:
-        cache: with `room`, its number of rows, and `prompt` (`CachedPrompt`); `None` if no row is hidden and rows are
-            positions.
+        cache: has `capacity`, its number of rows, and `prompt` (a `CachedPrompt`; `None` if no row is hidden and rows
+            are positions).
         ancestors: bool `[n_query, n]`, or `[sequences, n_query, n]` if trees differ: which of up to n nodes a query
             sees. The nodes follow the prefix in this order.
         depths: `[n]`, of all nodes.
@@ -283,7 +283,7 @@ def inputs_in_place(
     """
     config = model.config.get_text_config(decoder=True)
     begin, (count, most), prompt = num_prefix[:, None], ancestors.shape[-2:], cache.prompt
-    nodes = torch.arange(cache.room, device=ancestors.device) - begin  # negative: text
+    nodes = torch.arange(cache.capacity, device=ancestors.device) - begin  # negative: text
     known = nodes.clamp(0, most - 1)
     text = nodes < 0 if prompt is None else (nodes < 0) & prompt.shown
     of_rows = ancestors.expand(len(begin), -1, -1).gather(2, known[:, None].expand(-1, count, -1))

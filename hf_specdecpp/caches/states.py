@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
-from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
+from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, keeps_recurrent_state
 from hf_specdecpp.sampling.randomness import widest
 
 # Relative error of the logits that rounding does not reach: states are computed in float32 whatever the dtype is.
@@ -57,7 +57,7 @@ class RollbackPoint:
 
 
 def stop_recording(cache: Cache) -> None:
-    """Let layers with windows and convolutions drop old tokens again; `crop` can then not restore them."""
+    """Let sliding windows and convolutions drop old tokens again. Later `crop` calls cannot restore these."""
     layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "record_past", False):
@@ -65,7 +65,7 @@ def stop_recording(cache: Cache) -> None:
 
 
 def is_recurrent(cache: Cache) -> bool:
-    """Whether a cache holds states that cannot drop tokens."""
+    """Whether a cache contains recurrent states, which cannot drop tokens."""
     layers: list[Any] = cache.layers
     recurrent = (layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin))
     return any(any(layer.is_recurrent_states_initialized.values()) for layer in recurrent)
@@ -77,31 +77,30 @@ def _states(layer: Any) -> list[Tensor]:
     return [state for state in states if state is not None]
 
 
-# Families whose forward over several tokens begins anew instead of going on from their state. In small ones of them the
-# difference may be too small to be seen.
-BEGIN_ANEW = {"mamba", "falcon_mamba"}
-# Whether others go on, by model.
-_states_go_on: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
+# Model types whose forward over several tokens ignores the recurrent state. Small models may hide the difference.
+RESTARTING = {"mamba", "falcon_mamba"}
+# For other models, whether the test succeeded.
+_can_roll_back: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
 
 
-def no_way_back(model: CausalLM) -> str | None:
-    """Why the recurrent states of a model, if it has any, cannot be taken back and gone on from.
+def why_no_rollback(model: CausalLM) -> str | None:
+    """Why a model cannot continue from a restored recurrent state; `None` if it can, or has no such state.
 
-    Tried on the model itself, once: some families read several tokens at once only at the beginning of a text. Where
-    that raises an exception, nothing is known, so it is tried again.
+    The model itself is tested, once, because some families read several tokens at once only at the beginning of a
+    sequence. After an exception the next call tests again.
     """
     if not keeps_recurrent_state(model):
         return None
-    if model not in _states_go_on:
+    if model not in _can_roll_back:
         layers = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
         if own := sorted(each.__name__ for each in layers if each.__module__ != Cache.__module__):  # DeepSeek V4
             return f"keeps {', '.join(own)} in its cache, whose state no short trial shows"
         try:
             tolerance = STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
-            _states_go_on[model] = model.config.model_type not in BEGIN_ANEW and state_error(model) <= tolerance
-        except Exception as failure:  # noqa: BLE001 - of a foreign forward, or of a device without memory for now
+            _can_roll_back[model] = model.config.model_type not in RESTARTING and state_error(model) <= tolerance
+        except Exception as failure:  # noqa: BLE001 - a foreign forward may raise anything, and memory may run out
             return f"keeps a recurrent state, and trying to take it back failed ({failure!r}); another call tries again"
-    if _states_go_on[model]:
+    if _can_roll_back[model]:
         return None
     return (
         "keeps a recurrent state that, in this version of transformers, cannot be taken back when a candidate is "
@@ -111,14 +110,17 @@ def no_way_back(model: CausalLM) -> str | None:
 
 def check_states(target: CausalLM) -> None:
     """Raise `ValueError` if the target's recurrent states cannot be taken back."""
-    if (reason := no_way_back(target)) is not None:
-        raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT}.")
+    if (reason := why_no_rollback(target)) is not None:
+        raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT_ASSISTANT}.")
 
 
 def state_error(model: CausalLM) -> float:
-    """How far a model's logits are, over tokens that it reads after taking others back, from those of reading the text
-    at once, relative to how much the logits vary; or if that is more, how far its states are after several tokens at
-    once from those after one token at a time, relative to their size: some families compute these in another way."""
+    """The larger of two relative errors of a model with recurrent states.
+
+    First, the error of the logits after a roll-back, compared with one pass over the whole sequence, relative to the
+    variation of the logits. Second, the difference of the states after a pass over several tokens and after passes over
+    one token each, relative to the size of the states: some families compute them differently.
+    """
     device = input_device(model)
     with trying(model) as read:
         vocab = num_embeddings(model)
@@ -128,15 +130,15 @@ def state_error(model: CausalLM) -> float:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
         read(text[:, :5], **inputs)
-        mark, parts = RollbackPoint(cache), []
+        point, parts = RollbackPoint(cache), []
         read(other[:, :4], 5, **inputs)
-        mark.roll_back()
+        point.roll_back()
         for begin, end in ((5, 8), (8, 9)):
             parts.append(read(text[:, begin:end], begin, **inputs).logits[0].to(expected))
-        mark = RollbackPoint(cache)
+        point = RollbackPoint(cache)
         parts.append(read(text[:, 9:], 9, **inputs).logits[0].to(expected))
         together = RollbackPoint(cache).copies
-        mark.roll_back()
+        point.roll_back()
         for place in range(9, 14):
             read(text[:, place : place + 1], place, **inputs)
     difference = (torch.cat(parts) - expected[5:]).norm(dim=-1).max()
@@ -145,7 +147,7 @@ def state_error(model: CausalLM) -> float:
 
 
 def _difference(states: list[list[Tensor]], others: list[list[Tensor]]) -> float:
-    """The largest relative difference between recurrent states, head by head: one head may differ where most do not."""
+    """The largest relative difference between recurrent states, computed per head: a single head may differ."""
     errors = [0.0]
     for state, other in zip(chain.from_iterable(states), chain.from_iterable(others), strict=True):
         heads, theirs = (each.to(widest(each.device)).flatten(2 if each.dim() > 3 else 1) for each in (state, other))

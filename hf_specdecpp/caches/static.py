@@ -1,4 +1,4 @@
-"""Static caches of a target: their text grows in a cache of another kind and is copied back at the end of the call."""
+"""Static caches of a target: a call uses a growing copy (`as_growing`), whose contents are copied back at the end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 def as_growing(target: CausalLM, static: StaticCache, rows: int, longest: int) -> DynamicCache:
-    """A growing cache that holds the text of a static one, of whose memory it is independent.
+    """A copy of a static cache that can grow.
 
     Args:
-        rows: sequences of the batch.
-        longest (tokens): the largest length that the text may reach, with the tokens that the cache already holds.
+        rows: number of sequences in the batch.
+        longest (tokens): the maximum length of the sequence, including the tokens in the cache.
 
     Raises:
-        ValueError: if the text cannot be copied back.
+        ValueError: the contents could not be copied back at the end.
     """
     growing = DynamicCache(config=target.config.get_text_config(decoder=True))
     if (reason := _unfit(target, static, growing, rows, longest)) is not None:
@@ -37,10 +37,10 @@ def as_growing(target: CausalLM, static: StaticCache, rows: int, longest: int) -
 
 
 def copy_back(static: StaticCache, growing: DynamicCache) -> None:
-    """Let a static cache hold the text that a growing one holds; `IndexError` if it has no room for it.
+    """Replace the contents of a static cache by those of a growing one; `IndexError` if they do not fit.
 
-    Example: of 10 tokens a growing layer with a window of 4 has the last 3. They become rows 1 to 3 of the static
-    layer, of which plain generation drops row 0 with the next token.
+    Example: after 10 tokens a growing layer with a window of 4 has the last 3. They become rows 1 to 3 of the static
+    layer; row 0 is zero, and dropped with the next token.
     """
     for layer, theirs in _pairs(static, growing):
         length = int(theirs.get_seq_length())
@@ -56,8 +56,8 @@ def copy_back(static: StaticCache, growing: DynamicCache) -> None:
 
 
 def with_static(found: Any, static: StaticCache, growing: DynamicCache) -> Any:
-    """What `generate()` returns, with the static cache in it, and attentions as wide as that cache is."""
-    if isinstance(found, Tensor) or found.past_key_values is not growing:  # some models go on with another cache
+    """The output `found` of `generate()` with the static cache, and with attentions padded to its width."""
+    if isinstance(found, Tensor) or found.past_key_values is not growing:  # some models replace the cache
         return found
     found.past_key_values = static
     if found.attentions is not None:
@@ -67,8 +67,7 @@ def with_static(found: Any, static: StaticCache, growing: DynamicCache) -> Any:
 
 
 def _pairs(static: StaticCache, growing: DynamicCache) -> list[tuple[Any, Any]]:
-    """Each layer of the static cache with the growing cache's layer at its depth. Layers that share the keys of other
-    layers hold nothing and are left out."""
+    """Pairs of a static and a growing layer of equal depth, without layers that use the keys of other layers."""
     both = zip(list[Any](static.layers), list[Any](growing.layers), strict=True)
     return [(layer, other) for layer, other in both if isinstance(layer, StaticLayer)]
 

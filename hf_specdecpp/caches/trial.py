@@ -1,5 +1,5 @@
-"""Whether a target that runs code of others reads several tokens at once as one after the other, found out in a text
-(`Trial`); and what a cache held at some time (`SavedCache`), to go back to and to read from once more."""
+"""For targets that run foreign code: a test, during generation, of whether passes over several tokens give the results
+of passes over one (`Trial`), and a saved state of a cache (`SavedCache`)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.foreign import ForeignPasses, remembered
 from hf_specdecpp.models.quantised import multiplies_in_half
 
-# Errors (`largest_error`) that rounding does not reach.
+# `largest_error` that rounding does not reach.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.5
 
 
 class Trial:
-    """Compares passes over several tokens of a text with passes over fewer.
+    """Compares passes over several tokens of a sequence with passes over fewer.
 
-    A text begins with passes over one token each. Its first 2 tokens are then read again in one pass, in a copy of the
-    cache as it was before them. If that finds the same logits, keys and values, rounds may read 2 tokens, and a pass
-    over 4 is compared with theirs, and so on. The code of others is called for one pass more at each step. What was
-    found holds for later texts as long as the code stays the same.
+    Generation begins with passes over one token. Then the first 2 tokens are read again in one pass, in a copy of the
+    cache from before them. If logits, keys and values are equal up to rounding, rounds may read 2 tokens; next, a pass
+    over 4 tokens is compared with those over 2, and so on. Each comparison calls the foreign code once more. Results
+    are kept for later sequences until the foreign code changes.
 
     Args:
-        passes: what is known of them, which is added to.
-        most: candidates of a round.
-        read_again: reads the first so many tokens of the text since the trial began in one pass: logits `[n, vocab]`,
-            and the cache (`generation.single_target.reading_again`).
+        passes: the results so far, which are updated.
+        most: the most candidates of a round.
+        read_again: gets the sequence and a number n, reads the first n tokens since the trial began in one pass, and
+            returns logits `[n, vocab]` and a copy of the cache (`generation.single_target.reader_again`).
     """
 
     def __init__(
@@ -45,32 +45,32 @@ class Trial:
         most: int,
         read_again: Callable[[Tensor, int], tuple[Tensor, Any]],
     ) -> None:
-        self.passes, self._enough = passes, most + 1
+        self.passes, self._most_tokens = passes, most + 1
         self._read_again: Callable[[Tensor, int], tuple[Tensor, Any]] | None = read_again
         self._name, exact = type(target).__name__, None if multiplies_in_half(target) else TOLERANCE.get(target.dtype)
         self._tolerance = exact or HALF_TOLERANCE
-        self._logits: list[Tensor] = []  # at the tokens since the trial began
+        self._logits: list[Tensor] = []  # after each token since the trial began
         self._states = partial(remembered, target)
-        self._before = self._states() if passes.width < self._enough else []
+        self._before = self._states() if passes.width < self._most_tokens else []
 
     @property
     def max_candidates(self) -> int | None:
-        """How many candidates a round may have; `None`: any number."""
+        """The most candidates of the next round; `None`: no limit."""
         if self.passes.reason is not None:
             return 0
         width = self.passes.width
-        return None if width >= self._enough else min(width, self._next - len(self._logits)) - 1
+        return None if width >= self._most_tokens else min(width, self._next - len(self._logits)) - 1
 
     @property
     def _next(self) -> int:
-        """Tokens of the next pass that is compared."""
-        return min(2 * self.passes.width, self._enough)
+        """Number of tokens in the next comparison."""
+        return min(2 * self.passes.width, self._most_tokens)
 
     def record_pass(self, logits: Tensor, ids: Tensor, cache: Cache) -> None:
-        """A round has read tokens, with `logits` `[n, vocab]` there; the text is `ids` `[1, length]` now, and `cache`
-        holds all but its last token."""
-        if self.passes.reason is not None or self.passes.width >= self._enough or self._read_again is None:
-            self._read_again = None  # which holds the cache as it was
+        """Called after a round, with `logits` `[n, vocab]` after the n committed tokens, and the sequence `ids`
+        `[1, length]`, of which `cache` holds all but the last token."""
+        if self.passes.reason is not None or self.passes.width >= self._most_tokens or self._read_again is None:
+            self._read_again = None  # frees the saved cache
             return
         self._logits += logits
         if (count := len(self._logits)) < self._next:
@@ -80,7 +80,7 @@ class Trial:
             return
         try:
             error = self._error(*self._read_again(ids, count), cache)
-        except Exception as failure:  # noqa: BLE001 - of code of others, which plain generation does not ask for this
+        except Exception as failure:  # noqa: BLE001 - foreign code may raise anything; plain generation never makes this pass
             self.refuse(f"a pass over {count} tokens fails ({failure!r})")
             return
         if not error <= self._tolerance:
@@ -92,11 +92,11 @@ class Trial:
         self.passes.width = count
 
     def refuse(self, reason: str) -> None:
-        """Leave the rest of the text, and later texts, to passes over one token."""
+        """Allow no candidates in the rest of this sequence and in later ones."""
         self.passes.reason = f"{self._name} runs {self.passes.name}, with which {reason}"
 
     def _error(self, logits: Tensor, copied: Cache, cache: Cache) -> float:
-        """Of the logits, and of the last keys and values; what was read before the trial has to be the same."""
+        """The largest error of logits, keys and values of the compared tokens; infinite if earlier keys differ."""
         count, errors = len(logits), [largest_error(logits, torch.stack(self._logits))]
         layers: Any = zip(copied.layers, cache.layers, strict=True)
         pairs = [pair for one, own in layers for pair in ((one.keys, own.keys), (one.values, own.values))]
@@ -108,10 +108,10 @@ class Trial:
 
 
 class SavedCache:
-    """The state of a cache whose layers put new tensors in the place of old ones, which are kept here: no copies.
+    """The state of a cache without copies of tensors: its layers replace tensors instead of writing to them.
 
-    Example: a cache of 10 tokens is held, a pass over 3 more is made, and a hook leaves 6 of the 13. `grew_by(3)` is
-    false, and `roll_back()` leaves the 10.
+    Example: a cache of 10 tokens is saved; after a pass over 3 more a hook leaves 6 tokens. `grew_by(3)` is false, and
+    `roll_back()` restores the 10.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -119,7 +119,7 @@ class SavedCache:
         self._states = [dict(vars(layer)) for layer in cache.layers]
 
     def grew_by(self, count: int) -> bool:
-        """Whether every layer with keys of its own holds so many tokens more."""
+        """Whether every layer with keys has `count` tokens more than when it was saved."""
         pairs: Any = zip(self._states, self.cache.layers, strict=True)
         lengths = [(state["keys"].shape[-2], layer.keys.shape[-2]) for state, layer in pairs if layer.keys is not None]
         return all(now - then == count for then, now in lengths)
@@ -130,7 +130,7 @@ class SavedCache:
             vars(layer).update(state)
 
     def copied(self) -> Any:
-        """A cache that holds the same, whose passes leave this one alone."""
+        """A copy of the saved cache, which passes may change."""
         copied = copy.copy(self.cache)
         copied.layers = [copy.copy(layer) for layer in self.cache.layers]
         for layer, state in zip(copied.layers, self._states, strict=True):
@@ -138,8 +138,8 @@ class SavedCache:
         return copied
 
 
-def can_be_held(cache: Cache) -> bool:
-    """Whether all layers are keys and values that grow, or are made with the first pass."""
+def can_be_saved(cache: Cache) -> bool:
+    """Whether `SavedCache` supports a cache: all layers are attention layers without recurrent states."""
     return all(
         isinstance(layer, ATTENTION_LAYERS) and not isinstance(layer, LinearAttentionCacheLayerMixin)
         for layer in cache.layers
@@ -147,8 +147,8 @@ def can_be_held(cache: Cache) -> bool:
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two tensors `[..., n]`, relative to how much the numbers of `expected` vary. The lowest
-    number of a row is left out, which may stand for all that was forbidden."""
+    """The largest difference of two tensors `[..., n]`, relative to the mean absolute deviation of `expected`, without
+    the lowest number of each row, which may mask tokens."""
     if torch.equal(found, expected):
         return 0.0
     found, expected = found.double(), expected.double()

@@ -122,7 +122,7 @@ class CapturedDraft:
         shift: `[bins]`, the numbers that calibration adds to log-odds.
         alive: `[texts]` int64, 0 for sequences that have ended.
         pending: the largest `last + 1`, on the host; the window is full at `width`.
-        rooms: the draft's caches.
+        caches: the draft's caches.
         source: the sequence that the steps read: the draft's, or the target's if the draft shares its cache.
     """
 
@@ -144,16 +144,16 @@ class CapturedDraft:
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
         # Kept between sequences, because graphs read and write these caches.
-        self.rooms = FixedCaches(steps.num_layers, self.device)
+        self.caches = FixedCaches(steps.num_layers, self.device)
         self._positions = torch.Size((texts, 1)) if texts > 1 else None
-        self.text = self.source = FixedContext(self.rooms, self._positions)
+        self.context = self.source = FixedContext(self.caches, self._positions)
         self.pending = 0
         self._shift: list[float] | None = None  # on the host
 
     @property
     def changes(self) -> list[Tensor]:
         """Tensors that a round first reads and then changes."""
-        found = [self.tokens, self.last, self.text.cache.length]
+        found = [self.tokens, self.last, self.context.cache.length]
         return found if self.states is None else [*found, self.states]
 
     def begin_texts(self, tokens: Tensor, states: Tensor | None, padding: Tensor, of_target: FixedContext) -> None:
@@ -162,12 +162,12 @@ class CapturedDraft:
         `tokens`: `[texts, n]`, the first `padding` `[texts]` of them hidden; `states`: `[texts, n, size]`, the target's
         before each token; `of_target`: the sequences in the target's cache."""
         count, again = tokens.shape[1], self.steps.again
-        self.text = FixedContext(self.rooms, self._positions)
-        self.source = of_target if self.steps.shares_cache else self.text
+        self.context = FixedContext(self.caches, self._positions)
+        self.source = of_target if self.steps.shares_cache else self.context
         self.alive.fill_(1)
-        cache, end = self.text.with_room(count + self.width + self.nodes), max(count - 1 - again, 0)
+        cache, end = self.context.with_capacity(count + self.width + self.nodes), max(count - 1 - again, 0)
         if cache.prompt is not None:
-            cache.prompt.shown.copy_(torch.arange(cache.room, device=self.device) >= padding[:, None])
+            cache.prompt.shown.copy_(torch.arange(cache.capacity, device=self.device) >= padding[:, None])
             cache.prompt.offset.copy_(-padding[:, None])
         first = 0
         while first < end:
@@ -184,8 +184,8 @@ class CapturedDraft:
 
     def close(self) -> None:
         """Free the caches, including that of the current sequence."""
-        self.rooms.clear()
-        self.text = self.source = FixedContext(self.rooms, self._positions)
+        self.caches.clear()
+        self.context = self.source = FixedContext(self.caches, self._positions)
 
     def record_lengths(self, emitted: int, drafted: bool) -> None:
         """Update `pending` after a round with at most `emitted` tokens. `drafted`: whether the window was read."""
@@ -206,7 +206,7 @@ class CapturedDraft:
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         """Draw all levels, and find where the rule stops. `text`: `[texts, n]`, the prefixes for processors."""
-        cache, nodes, width = self.text.cache, shape.nodes, shape.width
+        cache, nodes, width = self.context.cache, shape.nodes, shape.width
         before, span = cache.length.clone(), torch.arange(nodes, device=self.device)
         steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), span // width)
         logits, hidden = next(steps)
@@ -295,11 +295,11 @@ class CapturedDraft:
             index = places[..., None].expand(-1, -1, known.shape[2])
             known = functional.pad(known, (0, 0, 0, new.shape[1])).scatter(1, index, states.to(known))
         read = (self.last + 1 - self.steps.again).clamp_min(0) if drafted else torch.zeros_like(self.last)
-        self._forget(read, tokens, known)
-        self.text.cache.length.add_(read * self.alive)
+        self._drop(read, tokens, known)
+        self.context.cache.length.add_(read * self.alive)
         self.last.add_((accepted + 1) * self.alive)
 
-    def _forget(self, read: Tensor, tokens: Tensor, states: Tensor | None) -> None:
+    def _drop(self, read: Tensor, tokens: Tensor, states: Tensor | None) -> None:
         """Drop the first `read` `[texts]` tokens of the window, in sequences that have not ended."""
         read = read * self.alive
         places = torch.arange(self.width, device=self.device) + read[:, None]

@@ -25,7 +25,7 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import outcomes
 
 TIMED_ROUNDS = 3  # of a shape; the fastest one counts
-TOLD = 4  # numbers in a report before the candidates
+HEADER = 4  # numbers in a report before the candidates
 # Processes the scores `[n + 1, vocab]` float32 of a sequence, after the root and after the n candidates of a tree.
 Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
@@ -64,7 +64,7 @@ class CapturedRounds:
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
             # Accepted, the next token, the last candidate; submitted, candidates, their parents, estimates.
-            self.report = torch.zeros((texts, TOLD + 3 * draft.nodes), dtype=torch.float64, device=passes.device)
+            self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.float64, device=passes.device)
             self.read = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
                 self.read = self.read.pin_memory()
@@ -73,7 +73,7 @@ class CapturedRounds:
 
     @property
     def changes(self) -> list[Tensor]:
-        return [self.token, self._text, self.passes.text.cache.length, *self.draft.changes]
+        return [self.token, self._text, self.passes.context.cache.length, *self.draft.changes]
 
     def begin_texts(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors; the target has not read the last
@@ -82,8 +82,8 @@ class CapturedRounds:
         self.token.copy_(texts[:, -1:])
         self._text, self._has_begun, self._active = texts, False, list(range(len(texts)))
         # Number of tokens in the target's cache, and number of further ones in the prefixes for processors.
-        self._held, self._ahead = (held := self.passes.text.held), texts.shape[1] - held
-        self.draft.begin_texts(tokens, states, padding, self.passes.text)
+        self._num_cached, self._ahead = (cached := self.passes.context.num_tokens), texts.shape[1] - cached
+        self.draft.begin_texts(tokens, states, padding, self.passes.context)
 
     def continue_with(self, active: Sequence[int]) -> None:
         """Continue with these sequences only; the others no longer change."""
@@ -93,8 +93,8 @@ class CapturedRounds:
 
     def propose(self, shape: RoundShape, rules: RoundRules, length: int) -> None:
         """Launch the draft, unless the shape has no candidates. `length`: tokens of the longest sequence."""
-        self._held = length - self._ahead
-        self._make_room(shape, rules)
+        self._num_cached = length - self._ahead
+        self._grow_caches(shape, rules)
         self._launch_draft(shape, rules)
 
     def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[RoundReport]:
@@ -103,7 +103,7 @@ class CapturedRounds:
         self._launch_target(shape, rules, process)
         self._has_begun = True
         rows = self._read_report()
-        reports = [self._told(rows[text], shape, rules) for text in self._active]
+        reports = [self._report_of(rows[text], shape, rules) for text in self._active]
         self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
         return reports
 
@@ -115,7 +115,7 @@ class CapturedRounds:
 
     def time(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> float:
         """Seconds of a round, which is rolled back."""
-        self._make_room(shape, rules)
+        self._grow_caches(shape, rules)
         before, taken = [each.clone() for each in self.changes], []
 
         def forget() -> None:
@@ -132,21 +132,21 @@ class CapturedRounds:
             forget()
         return min(taken)
 
-    def _make_room(self, shape: RoundShape, rules: RoundRules) -> None:
-        most = self._held + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
-        room = self.passes.text.with_room(most).room
-        self.draft.text.with_room(room)  # equal sizes: otherwise each pair of sizes needs graphs
-        if rules.asks_for_text and self._text is not self._texts.get(room):
+    def _grow_caches(self, shape: RoundShape, rules: RoundRules) -> None:
+        most = self._num_cached + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
+        capacity = self.passes.context.with_capacity(most).capacity
+        self.draft.context.with_capacity(capacity)  # equal sizes: otherwise each pair of sizes needs graphs
+        if rules.asks_for_text and self._text is not self._texts.get(capacity):
             known = self._text
-            if room not in self._texts:
+            if capacity not in self._texts:
                 with lasting():
-                    self._texts[room] = known.new_zeros((len(known), room + self.draft.nodes + 2))
-            self._text = self._texts[room]
+                    self._texts[capacity] = known.new_zeros((len(known), capacity + self.draft.nodes + 2))
+            self._text = self._texts[capacity]
             self._text[:, : known.shape[1]] = known
             self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
 
     def _launch_draft(self, shape: RoundShape, rules: RoundRules) -> None:
-        self._place = *self.passes.text.place, shape, rules.key
+        self._place = *self.passes.context.place, shape, rules.key
         text = self._text if rules.asks_for_text else None
         if shape.levels:
             self._run(("draft", *self._place), lambda: self.draft.propose(shape, rules, text))
@@ -169,7 +169,7 @@ class CapturedRounds:
         """Run a function by its graph; without one, after a sequence's first round, directly."""
         changes = [] if key in self.graphs else self.changes
         if changes and key[0] == "settle":  # rows of a tree, which warm-ups would move several times
-            changes += self.passes.text.cache.rows(self._held, self._held + self.draft.nodes + 1)
+            changes += self.passes.context.cache.rows(self._num_cached, self._num_cached + self.draft.nodes + 1)
         self.graphs.run(key, function, changes, falls_back=self._has_begun)
 
     def _wait(self) -> None:
@@ -184,9 +184,9 @@ class CapturedRounds:
         seen = draft.ancestors[:, : nodes + 1, : nodes + 1]
         depths = functional.pad(torch.arange(nodes, device=passes.device) // shape.width + 1, (1, 0))
         tokens = torch.cat((self.token, draft.candidates[:, :nodes]), dim=1)
-        logits, *states = passes.forward(passes.text.cache, tokens, seen, depths)
+        logits, *states = passes.forward(passes.context.cache, tokens, seen, depths)
         parts = [draft.count[:, None], draft.candidates, draft.parents, draft.estimates]
-        self.report[:, TOLD - 1 :] = torch.cat([part.to(self.report) for part in parts], dim=1)
+        self.report[:, HEADER - 1 :] = torch.cat([part.to(self.report) for part in parts], dim=1)
         return [logits.float(), *states]
 
     def _settle(self, found: list[Tensor], shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
@@ -195,29 +195,29 @@ class CapturedRounds:
         scores, *states = found
         candidates, seen = draft.candidates[:, :nodes], draft.ancestors[:, : nodes + 1, 1 : nodes + 1]
         known = None if text is None else with_paths(text, candidates, seen)
-        stands = self._accept(rules.processing.of_nodes(scores, known), shape, rules)
-        rows = functional.pad(stands.path + 1, (1, 0))
+        verified = self._accept(rules.processing.of_nodes(scores, known), shape, rules)
+        rows = functional.pad(verified.path + 1, (1, 0))
         if shape.width > 1:
-            passes.text.cache.move(rows)
+            passes.context.cache.move(rows)
         together = torch.cat(states, dim=-1) if states else None
         if together is not None:
             together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
-        chosen = candidates.gather(1, stands.path)
-        told = torch.stack((stands.accepted, stands.token, stands.last), dim=1)
-        self.report[:, : TOLD - 1] = told.to(self.report)
+        chosen = candidates.gather(1, verified.path)
+        header = torch.stack((verified.accepted, verified.token, verified.last), dim=1)
+        self.report[:, : HEADER - 1] = header.to(self.report)
         # A sequence without a next token ends, but its row of the batch remains.
-        stands = stands._replace(token=stands.token.clamp_min(0))
-        draft.settle(stands.accepted, stands.token, chosen, together, drafted=nodes > 0)
+        verified = verified._replace(token=verified.token.clamp_min(0))
+        draft.settle(verified.accepted, verified.token, chosen, together, drafted=nodes > 0)
         if text is not None:
-            self._write(text, chosen, stands)
-        self.token.copy_(stands.token[:, None])
-        passes.text.cache.length.add_((stands.accepted + 1) * draft.alive)
+            self._write(text, chosen, verified)
+        self.token.copy_(verified.token[:, None])
+        passes.context.cache.length.add_((verified.accepted + 1) * draft.alive)
 
-    def _write(self, text: Tensor, candidates: Tensor, stands: Accepted) -> None:
+    def _write(self, text: Tensor, candidates: Tensor, verified: Accepted) -> None:
         """Write the emitted tokens into `text`, and copies of the last one after them."""
-        count, places = stands.accepted[:, None], torch.arange(candidates.shape[1] + 1, device=text.device)
-        new = torch.where(places < count, functional.pad(candidates, (0, 1)), stands.token[:, None])
-        text.scatter_(1, self.passes.text.cache.length[:, None] + 1 + places, new)
+        count, places = verified.accepted[:, None], torch.arange(candidates.shape[1] + 1, device=text.device)
+        new = torch.where(places < count, functional.pad(candidates, (0, 1)), verified.token[:, None])
+        text.scatter_(1, self.passes.context.cache.length[:, None] + 1 + places, new)
 
     def _accept(self, scores: Tensor, shape: RoundShape, rules: RoundRules) -> Accepted:
         """Verify by the target's processed scores `[texts, nodes + 1, vocab]`."""
@@ -228,44 +228,44 @@ class CapturedRounds:
         if draft.q is None:
             choices = scores.argmax(-1)
             drawn = torch.arange(nodes, device=scores.device) < count[:, None]
-            last = on_device.last_on_path(on_device.stands_greedily(candidates, parents, drawn, choices), seen)
+            last = on_device.last_on_path(on_device.match_choices(candidates, parents, drawn, choices), seen)
         else:
             p = scores.softmax(-1)
             if width == 1:
                 tests, weights = outcomes(candidates, count, p, draft.q[:, :nodes], rules.verification)
                 last = on_device.first_passing(tests, torch.rand_like(tests))
-                return Accepted(last, on_device.follows(weights, last), last, steps.expand(len(last), -1))
+                return Accepted(last, on_device.draw_next(weights, last), last, steps.expand(len(last), -1))
             tests, weights = on_device.tree_tests(candidates, parents, p, draft.q, width, rules.verification)
             last = on_device.accepted_node(parents, seen, tests, torch.rand_like(tests), width)
         on_path = seen.gather(1, last[:, None, None].expand(-1, -1, nodes + 1))[:, 0]
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
-        token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.follows(weights, last)
+        token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.draw_next(weights, last)
         return Accepted(on_path.sum(-1) - 1, token, last, path)
 
     # On the host -----------------------------------------------------------------------------------------------------
 
     def _tree(self, row: list[float], shape: RoundShape) -> DraftTree:
         """The submitted candidates in a sequence's row of the report."""
-        nodes, count = self.draft.nodes, min(int(row[TOLD - 1]), shape.nodes)
-        candidates = list(map(int, row[TOLD : TOLD + count]))
+        nodes, count = self.draft.nodes, min(int(row[HEADER - 1]), shape.nodes)
+        candidates = list(map(int, row[HEADER : HEADER + count]))
         tree: DraftTree
         if shape.width == 1:  # scores stay on the device and are not needed
             tree = Chain(candidates, [NO_SCORES] * count)
         else:
             tree = DraftTree()
-            for place, token in enumerate(candidates, TOLD):
+            for place, token in enumerate(candidates, HEADER):
                 tree.add(int(row[place + nodes]), token, estimate=row[place + 2 * nodes])
         tree.passes = shape.levels
         return tree
 
-    def _told(self, row: list[float], shape: RoundShape, rules: RoundRules) -> RoundReport:
+    def _report_of(self, row: list[float], shape: RoundShape, rules: RoundRules) -> RoundReport:
         tree = self._tree(row, shape)
-        accepted, token, last = map(int, row[: TOLD - 1])
+        accepted, token, last = map(int, row[: HEADER - 1])
         if token < 0:
             raise NothingToDrawError
         path = list(range(1, accepted + 1)) if shape.width == 1 else tree.nodes_to(last)
         judged = rules.num_judged(len(tree)) if shape.width == 1 else 0
-        return RoundReport(tree, path, token, row[TOLD + 2 * self.draft.nodes :][:judged])
+        return RoundReport(tree, path, token, row[HEADER + 2 * self.draft.nodes :][:judged])
 
 
 NO_SCORES = torch.empty(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_specdecpp.caches.cached_context import PathRows, num_in_place, width_of
 from hf_specdecpp.caches.masks import inputs_in_place
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, FixedCaches, FixedContext, num_room_layers, prepared
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, FixedCaches, FixedContext, num_cache_layers, prepared
 from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
@@ -55,7 +55,7 @@ class CapturedTarget:
         why_not: the reason if the target's passes are never captured.
         checked: compared widths, as (is a batch, width).
         longest (tokens): the longest sequence that the target has positions for.
-        text: the current sequence, or the rows of the current batch.
+        context: the current sequence, or the rows of the current batch.
     """
 
     def __init__(self, target: CausalLM, fuse: bool = False) -> None:
@@ -64,8 +64,8 @@ class CapturedTarget:
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
-        self.rooms = FixedCaches(num_room_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
-        self.text = FixedContext(self.rooms, None)
+        self.caches = FixedCaches(num_cache_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
+        self.context = FixedContext(self.caches, None)
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # `StateReader.reads` of the watched states
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # by `_reads`, states of the latest pass
@@ -89,7 +89,7 @@ class CapturedTarget:
         left = self.longest - max(ids.shape[1] for ids in texts)
         most = int(max(min(widths[-1] - 1, left), 0)) + 1
         tokens = torch.cat([some_tokens(ids, widths[-1]) for ids in texts])
-        expected, cache = own(tokens[:, :most]), self.text.with_room(self.text.held + widths[-1])
+        expected, cache = own(tokens[:, :most]), self.context.with_capacity(self.context.num_tokens + widths[-1])
         for width in widths:
             if width == 1 and not several:
                 found = self.read(tokens[:, :1]).logits
@@ -105,14 +105,14 @@ class CapturedTarget:
     def begin_texts(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
         """Copy sequences of `num_tokens` tokens from a growing cache. `shown`: `[texts, num_tokens]`, false for hidden
         tokens (`None`: all shown); `position`: `[..., texts, 1]`, position ids of the next tokens."""
-        self.text = FixedContext(self.rooms, position.shape)
-        room = self.text.with_room(num_tokens + 1)
-        room.read(cache, num_tokens)
-        self.text.held = num_tokens
-        if room.prompt is not None:
+        self.context = FixedContext(self.caches, position.shape)
+        fixed = self.context.with_capacity(num_tokens + 1)
+        fixed.read(cache, num_tokens)
+        self.context.num_tokens = num_tokens
+        if fixed.prompt is not None:
             if shown is not None:
-                room.prompt.shown[:, :num_tokens] = shown.to(self.device)
-            room.prompt.offset.copy_(position - num_tokens)
+                fixed.prompt.shown[:, :num_tokens] = shown.to(self.device)
+            fixed.prompt.offset.copy_(position - num_tokens)
 
     def watch(self, reader: StateReader | None) -> None:
         """Called before a sequence: its passes return the states of `reader`, for a draft that reads them."""
@@ -121,10 +121,10 @@ class CapturedTarget:
             seen: dict[int, Tensor] = {}
             for place, module in enumerate(read_modules(self.model, reader)):
 
-                def see(module: Any, _args: Any, output: Any, place: int = place) -> None:
+                def record_state(module: Any, _args: Any, output: Any, place: int = place) -> None:
                     seen[place] = state_of(module, output)
 
-                module.register_forward_hook(see)
+                module.register_forward_hook(record_state)
             self._watched[self._reads] = seen
 
     def read(self, tokens: Tensor, tree: Sequence[Tensor] | None = None) -> Any:
@@ -136,7 +136,7 @@ class CapturedTarget:
         """
         count = tokens.shape[1]
         key = width, is_tree, _ = width_of(count), tree is not None, self._reads
-        cache = self.text.with_room(self.text.held + width)
+        cache = self.context.with_capacity(self.context.num_tokens + width)
         if key not in self._slots:
             with lasting():
                 span = torch.arange(width, device=self.device)
@@ -151,7 +151,7 @@ class CapturedTarget:
             write_lasting(slot.outputs, self.forward(cache, slot.tokens, slot.ancestors, slot.depths))
 
         # After a successful comparison, a pass that cannot be captured runs directly.
-        self.graphs.run(("read", *self.text.place, *key), run, falls_back=bool(self.checked))
+        self.graphs.run(("read", *self.context.place, *key), run, falls_back=bool(self.checked))
         logits, *states = (each[:, :count] for each in slot.outputs)
         return SimpleNamespace(logits=logits, states=states)
 
@@ -170,23 +170,23 @@ class CapturedTarget:
         if path is not None and num_in_place(path.rows[:count]) < count:
             self.move(path.on_device[:count])
         if count:
-            self.text.cache.length.add_(count)
-            self.text.held += count
+            self.context.cache.length.add_(count)
+            self.context.num_tokens += count
 
     def move(self, path: Tensor) -> None:
         """Move the latest pass's rows `path` `[n]`, ascending, to the first rows after the sequence."""
-        cache, width, held = self.text.cache, width_of(len(path)), self.text.held
+        cache, width, count = self.context.cache, width_of(len(path)), self.context.num_tokens
         if width not in self._paths:
             with lasting():
                 self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
-        rows, key = self._paths[width], ("path", *self.text.place, width)
+        rows, key = self._paths[width], ("path", *self.context.place, width)
 
         def run() -> None:
             cache.move(rows[None])
             rows.zero_()  # after a shorter path, old rows could be beyond the cache's end
 
         rows[: len(path)] = path
-        changes = [] if key in self.graphs else [rows, *cache.rows(held, held + width)]
+        changes = [] if key in self.graphs else [rows, *cache.rows(count, count + width)]
         self.graphs.run(key, run, changes, falls_back=True)
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class CapturedTarget:
         if any(self.graphs.family.members):  # otherwise nothing is running
             self.graphs.family.clear()
         self.rounds.clear()
-        self.rooms.clear()
+        self.caches.clear()
 
 
 def some_tokens(ids: Tensor, count: int) -> Tensor:

@@ -76,6 +76,6 @@ class RoundSteps(ABC):
         cache.length.copy_(before + (window.last + 1 - self.again).clamp_min(0))
 
 
-def at_last(hidden: Tensor, last: Tensor) -> Tensor:
+def last_rows(hidden: Tensor, last: Tensor) -> Tensor:
     """`[texts, size]`: the rows of `hidden` `[texts, n, size]` at the indices `last` `[texts]`."""
     return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]

@@ -19,7 +19,7 @@ from hf_specdecpp.cuda_graphs.model_copy import for_groups
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import frequency_changes
 
-LEAST_ROOM = 256  # tokens
+MIN_CAPACITY = 256  # tokens
 
 
 class FixedLayer(CacheLayerMixin):
@@ -28,42 +28,42 @@ class FixedLayer(CacheLayerMixin):
     Args:
         length: `[texts]` int64, tokens in the cache; shared by all layers.
         rows: a list whose only item is `[texts, n]`, the rows that the current pass writes; shared by all layers.
-        room (tokens): the capacity.
+        capacity (tokens): the capacity.
     """
 
     keys: Tensor
     values: Tensor
     is_compileable, is_sliding = True, False
 
-    def __init__(self, length: Tensor, rows: list[Tensor], room: int) -> None:
+    def __init__(self, length: Tensor, rows: list[Tensor], capacity: int) -> None:
         super().__init__()
-        self.length, self.rows, self.room = length, rows, room
+        self.length, self.rows, self.capacity = length, rows, capacity
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         with lasting():
             self.keys, self.values = (
-                each.new_zeros((*each.shape[:2], self.room, each.shape[-1])) for each in (key_states, value_states)
+                each.new_zeros((*each.shape[:2], self.capacity, each.shape[-1])) for each in (key_states, value_states)
             )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the pass's rows (`FixedCache.begin_pass`), and return all `room` rows, unused ones included."""
+        """Write the pass's rows (`FixedCache.begin_pass`), and return all `capacity` rows, unused ones included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         (rows,) = self.rows
-        for held, states in ((self.keys, key_states), (self.values, value_states)):
-            held.scatter_(2, _of_heads(rows, states), states)
+        for tensor, states in ((self.keys, key_states), (self.values, value_states)):
+            tensor.scatter_(2, _of_heads(rows, states), states)
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - transformers' signature
-        return self.room, 0
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.capacity, 0
 
     def get_seq_length(self) -> Any:
         """The first sequence's length, 0-d int64 on the device, as in transformers' static layers."""
         return self.length[0]
 
     def get_max_length(self) -> int:
-        return self.room
+        return self.capacity
 
 
 class FixedCache(Cache):
@@ -74,7 +74,7 @@ class FixedCache(Cache):
 
     Args:
         num_layers: number of the model's layers.
-        room (tokens): capacity for each sequence, including tokens that are not committed.
+        capacity (tokens): capacity for each sequence, including tokens that are not committed.
         device: the model's device.
         positions: shape `[..., texts, 1]` of the position ids of a token, if prompts may be padded or have special
             position ids; by default one sequence without these.
@@ -84,17 +84,19 @@ class FixedCache(Cache):
         prompt: the hidden tokens of prompts and the offset of positions; `None` without `positions`.
     """
 
-    def __init__(self, num_layers: int, room: int, device: torch.device, positions: torch.Size | None = None) -> None:
+    def __init__(
+        self, num_layers: int, capacity: int, device: torch.device, positions: torch.Size | None = None
+    ) -> None:
         texts = 1 if positions is None else positions[-2]
         with lasting():
             self.length = torch.zeros(texts, dtype=torch.long, device=device)
             self.prompt: CachedPrompt | None = None
             if positions is not None:
-                shown = torch.ones((texts, room), dtype=torch.bool, device=device)
+                shown = torch.ones((texts, capacity), dtype=torch.bool, device=device)
                 self.prompt = CachedPrompt(shown, torch.zeros(positions, dtype=torch.long, device=device))
         self._rows: list[Tensor] = []
-        super().__init__(layers=[FixedLayer(self.length, self._rows, room) for _ in range(num_layers)])
-        self.room = room
+        super().__init__(layers=[FixedLayer(self.length, self._rows, capacity) for _ in range(num_layers)])
+        self.capacity = capacity
 
     def begin_pass(self, num_tokens: int) -> None:
         """Called before a pass, which writes `num_tokens` rows after the committed ones."""
@@ -110,34 +112,34 @@ class FixedCache(Cache):
         """Move the latest pass's rows `rows` `[texts, n]`, ascending, to the first rows after the committed tokens."""
         begin = self.length[:, None]
         goal, source = torch.arange(rows.shape[1], device=rows.device) + begin, rows + begin
-        for held in self.tensors:
-            moved = held.gather(2, _of_heads(source, held))
-            held.scatter_(2, _of_heads(goal, held), moved)
+        for each in self.tensors:
+            moved = each.gather(2, _of_heads(source, each))
+            each.scatter_(2, _of_heads(goal, each), moved)
 
     def rows(self, first: int, last: int) -> list[Tensor]:
         """Views of keys and values of all layers, from row `first` to before row `last`."""
-        return [held[:, :, first:last] for held in self.tensors]
+        return [each[:, :, first:last] for each in self.tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys and values, alternating, of each initialised layer: `[texts, heads, room, size]`."""
+        """Keys and values, alternating, of each initialised layer: `[texts, heads, capacity, size]`."""
         layers: list[Any] = self.layers
-        return [held for layer in layers if layer.is_initialized for held in (layer.keys, layer.values)]
+        return [each for layer in layers if layer.is_initialized for each in (layer.keys, layer.values)]
 
     def clear(self) -> None:
         """Empty the cache, and set all rows to zero, because even hidden rows must not be infinite or NaN."""
         self.length.zero_()
         if self.prompt is not None:
             self.prompt.shown.fill_(True)
-        for held in self.tensors:
-            held.zero_()
+        for each in self.tensors:
+            each.zero_()
 
     def copy_from(self, smaller: FixedCache) -> None:
         """Copy a smaller cache."""
-        self.read(smaller, smaller.room)
+        self.read(smaller, smaller.capacity)
         self.length.copy_(smaller.length)
         if self.prompt is not None and smaller.prompt is not None:
-            self.prompt.shown[:, : smaller.room] = smaller.prompt.shown
+            self.prompt.shown[:, : smaller.capacity] = smaller.prompt.shown
             self.prompt.offset.copy_(smaller.prompt.offset)
 
     def read(self, cache: Cache, num_tokens: int) -> None:
@@ -156,10 +158,10 @@ class FixedCache(Cache):
                 ours.keys[:, :, first:num_tokens] = layer.keys
                 ours.values[:, :, first:num_tokens] = layer.values
 
-    def held_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
+    def keys_values_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """For each layer keys and values `[heads, n, size]` of a sequence's first tokens, without hidden ones."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
-        found = [held[text, :, :num_tokens][:, shown] for held in self.tensors]
+        found = [each[text, :, :num_tokens][:, shown] for each in self.tensors]
         return list(zip(found[::2], found[1::2], strict=True))
 
     def write(self, cache: DynamicCache, num_tokens: int) -> None:
@@ -189,7 +191,7 @@ class FixedCaches:
 
     def empty(self, num_tokens: int, positions: torch.Size | None) -> FixedCache:
         """The smallest cache for `num_tokens` tokens, emptied; made if missing."""
-        key = room_for(num_tokens), positions
+        key = capacity_for(num_tokens), positions
         if key not in self._made:
             self._made[key] = FixedCache(self.num_layers, key[0], self.device, positions)
         else:
@@ -203,28 +205,28 @@ class FixedCaches:
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(held.nbytes for cache in self._made.values() for held in cache.tensors)
+        return sum(each.nbytes for cache in self._made.values() for each in cache.tensors)
 
 
 class FixedContext:
-    """A sequence, or the rows of a batch, in one of the caches of `rooms`, copied to a larger one when necessary.
+    """A sequence, or the rows of a batch, in one of `caches`, copied to a larger one when necessary.
 
-    `held`: `cache.length`, on the host; `positions`: as for `FixedCache`."""
+    `num_tokens`: `cache.length`, on the host; `positions`: as for `FixedCache`."""
 
     cache: Any = None
 
-    def __init__(self, rooms: FixedCaches, positions: torch.Size | None) -> None:
-        self.rooms, self.positions, self.held = rooms, positions, 0
+    def __init__(self, caches: FixedCaches, positions: torch.Size | None) -> None:
+        self.caches, self.positions, self.num_tokens = caches, positions, 0
 
     @property
     def place(self) -> tuple[int, torch.Size | None]:
         """Identifies the current cache in keys of graphs."""
-        return self.cache.room, self.positions
+        return self.cache.capacity, self.positions
 
-    def with_room(self, num_tokens: int) -> FixedCache:
+    def with_capacity(self, num_tokens: int) -> FixedCache:
         """The cache, copied to a larger one if it has no room for `num_tokens` tokens."""
-        if (smaller := self.cache) is None or smaller.room < num_tokens:
-            larger = self.rooms.empty(num_tokens, self.positions)
+        if (smaller := self.cache) is None or smaller.capacity < num_tokens:
+            larger = self.caches.empty(num_tokens, self.positions)
             if smaller is not None:
                 larger.copy_from(smaller)
             self.cache = larger  # only after all allocations succeeded
@@ -243,12 +245,12 @@ def prepared(
     return inputs | {"attention_mask": for_groups(inputs["attention_mask"], model), "position_ids": positions}
 
 
-def room_for(num_tokens: int) -> int:
+def capacity_for(num_tokens: int) -> int:
     """The capacity for `num_tokens` tokens: 256, 512, 1024, ..., so that few sizes are captured."""
-    return max(LEAST_ROOM, width_of(num_tokens))
+    return max(MIN_CAPACITY, width_of(num_tokens))
 
 
-def num_room_layers(text_config: Any) -> int | None:
+def num_cache_layers(text_config: Any) -> int | None:
     """Number of layers of a model's `FixedCache`; `None` if some layers are not attention."""
     layers = DynamicCache(config=text_config).layers
     return None if other_layers(layers) else len(layers)
@@ -264,7 +266,7 @@ def why_not_in_place(model: CausalLM) -> str | None:
     return counts_rows(config) or unknown_window(model, config)
 
 
-def why_not_rooms(cache: object) -> str | None:
+def why_not_copied(cache: object) -> str | None:
     """Why the tokens of a cache, after the prompt, cannot be copied to a `FixedCache`; `None` if they can."""
     if type(cache) is not DynamicCache:
         return f"the text is in a {type(cache).__name__}"

@@ -20,7 +20,7 @@ def race(weights: Tensor, times: Tensor) -> Tensor:
     return (weights / times).argmax(-1)
 
 
-def follows(weights: Tensor, last: Tensor) -> Tensor:
+def draw_next(weights: Tensor, last: Tensor) -> Tensor:
     """Tokens `[texts]` after the nodes `last` `[texts]`, drawn in proportion to `weights` `[texts, nodes + 1, vocab]`;
     -1 if the weights are NaN or all 0."""
     of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
@@ -84,7 +84,7 @@ def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False
     return slots.flatten(1).sort(descending=True, stable=True).indices[:, :width]
 
 
-def stands_greedily(tokens: Tensor, parents: Tensor, drawn: Tensor, choices: Tensor) -> Tensor:
+def match_choices(tokens: Tensor, parents: Tensor, drawn: Tensor, choices: Tensor) -> Tensor:
     """Whether each node `[texts, n]` is `drawn` and equals the target's choice after its parent.
 
     Args:
@@ -94,12 +94,12 @@ def stands_greedily(tokens: Tensor, parents: Tensor, drawn: Tensor, choices: Ten
     return (tokens == choices.gather(1, parents)) & drawn
 
 
-def last_on_path(stands: Tensor, ancestors: Tensor) -> Tensor:
-    """The deepest node `[texts]` that passes with all its ancestors; 0 is the root. `stands`: `[texts, n]`, the nodes
+def last_on_path(passing: Tensor, ancestors: Tensor) -> Tensor:
+    """The deepest node `[texts]` that passes with all its ancestors; 0 is the root. `passing`: `[texts, n]`, the nodes
     that pass, at most one child of each node; `ancestors`: `[texts, n + 1, n + 1]`, each node itself included."""
-    fails = functional.pad(~stands, (1, 0), value=False)
+    fails = functional.pad(~passing, (1, 0), value=False)
     on_path = ~(ancestors & fails[:, None]).any(-1)
-    return (on_path * torch.arange(on_path.shape[1], device=stands.device)).amax(-1)
+    return (on_path * torch.arange(on_path.shape[1], device=passing.device)).amax(-1)
 
 
 def tree_tests(
@@ -111,7 +111,7 @@ def tree_tests(
     together.
 
     Args:
-        tokens, parents: `[texts, n]`, as in `stands_greedily`, `width` nodes in each level, siblings in the order of
+        tokens, parents: `[texts, n]`, as in `match_choices`, `width` nodes in each level, siblings in the order of
             drawing.
         p: `[texts, n + 1, vocab]`, the target's probabilities after the root and after each node.
         q: `[texts, m, vocab]`, distributions of the first child of the root and of each node above the last level;
@@ -157,7 +157,7 @@ def sibling_ranks(parents: Tensor) -> Tensor:
     return (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1)
 
 
-def stands_sampled(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
+def pass_first(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
     """Token by token: whether each node `[texts, n]` is the first of its siblings that passes, and so accepted if its
     parent is. `chances`: from `tree_tests`; `uniform`: random numbers `[texts, n]`."""
     passes = uniform < chances
@@ -172,7 +172,7 @@ def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Te
     below a node precede it, and an earlier sibling's subtree precedes a later sibling's; the root passes."""
     nodes = parents.shape[1]
     if tests.shape[1] == nodes:
-        return last_on_path(stands_sampled(parents, tests, uniform), ancestors)
+        return last_on_path(pass_first(parents, tests, uniform), ancestors)
     heights = (nodes - 1 - torch.arange(nodes, device=parents.device)) // width
     # The order has the digits rank - width along a path, and then 0, larger than the digits of nodes below.
     digits = (sibling_ranks(parents) - width) * (width + 1) ** heights

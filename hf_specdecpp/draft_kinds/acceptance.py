@@ -46,7 +46,7 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
         states = TargetStates(target, draft.reads)
         with trying(target) as read:
             inputs = {} if cache is None else {cache_argument(target): cache}
-            logits = states.catch(read, text, **states.asked_for({"use_cache": cache is not None, **inputs})).logits
+            logits = states.catch(read, text, **states.requesting({"use_cache": cache is not None, **inputs})).logits
             caught, chosen = states.states_of(), logits[0].argmax(-1).tolist()
             for length in range(text.shape[1] - places, FIRST - 1, -EVERY):
                 reading = draft.session(width)
@@ -75,8 +75,8 @@ def describe(shares: Sequence[float]) -> str:
     if not shares:
         return "How often it guesses right is not known, as the target has no tokenizer that fits it."
     words = ", ".join(("first", "second", "third")[: len(shares)])
-    told = f"Of its {words} candidates {', '.join(f'{share:.0%}' for share in shares)} are what the target says."
-    return f"{told} {WRONG}" if is_wrong(shares) else told
+    result = f"Of its {words} candidates {', '.join(f'{share:.0%}' for share in shares)} are what the target says."
+    return f"{result} {WRONG}" if is_wrong(shares) else result
 
 
 def is_wrong(shares: Sequence[float]) -> bool:

@@ -87,7 +87,7 @@ def as_described(name: str) -> Iterator[None]:
     """Convert exceptions in the `with` block to a `ValueError`: the module `name` cannot be built as described."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for numbers that do not go together
+    except Exception as error:  # noqa: BLE001 - transformers and torch raise various errors for inconsistent sizes
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         what = what.removesuffix(CURE).strip(" .")[:600]
         raise ValueError(f"No {name} can be built as it is described: {what}. {CURE}") from None

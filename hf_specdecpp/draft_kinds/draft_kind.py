@@ -102,7 +102,7 @@ class DraftKind(ABC):
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         """Describe the draft in a few words, for messages, cards and reports; `target`: the target's name there."""
 
-    def load(self, config: SpecDecPPConfig, repository: Repository, draft: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+    def load(self, config: SpecDecPPConfig, repository: Repository, draft: Any = None, target: Any = None) -> Any:
         """Load `Parts.module`: the trained module from the assistant's repository, or `None` if the kind has none.
         Published drafts are loaded from `config.draft_id`, or from `draft` (a folder, Hub id or model). `ValueError` if
         a file is damaged or does not match its config, or, before weights are read, if the draft of a repository with
@@ -125,7 +125,7 @@ class DraftKind(ABC):
         arguments are invalid, or the file is damaged or does not fit them."""
         raise NotImplementedError
 
-    def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:  # noqa: ARG002
+    def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
         """Return the tensors to save in `own_file`, from the module or from `state`, its gathered state dict if the
         module is sharded over processes. Kinds that convert use `dtype`."""
         return dict(state or module.state_dict())
@@ -174,11 +174,11 @@ class PublishedKind(DraftKind):
         """Make a draft from a published config and its tensors (shared, not copied); `source` names them in errors.
         `ValueError`, with a remedy, if they are damaged, do not match, or belong to another kind of draft."""
 
-    def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Any]:  # noqa: ARG002
+    def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Any]:
         """Return `read`, with the overrides of an assistant's config applied."""
         return self.read
 
-    def recognises(self, raw: Config) -> bool:  # noqa: ARG002
+    def recognises(self, raw: Config) -> bool:
         """Whether a published `config.json` describes such a draft, or a related one that `read` rejects."""
         return False
 
@@ -186,7 +186,7 @@ class PublishedKind(DraftKind):
         """Whether the config identifies such a draft for certain: it cannot describe an ordinary model."""
         return self.recognises(raw)
 
-    def fields(self, raw: Config) -> dict[str, Any]:  # noqa: ARG002
+    def fields(self, raw: Config) -> dict[str, Any]:
         """Return the fields of `SpecDecPPConfig` that a published config determines; `ValueError` if damaged."""
         return {}
 
@@ -195,7 +195,7 @@ class PublishedKind(DraftKind):
         settings: dict[str, Any] = module.to_config()
         return settings
 
-    def misfit(self, module: Any, target: CausalLM) -> str | None:  # noqa: ARG002
+    def misfit(self, module: Any, target: CausalLM) -> str | None:
         """Return why a loaded draft does not fit a target, as a clause after the draft's name; `None` if it fits."""
         return None
 

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_specdecpp.config import value_checks
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import check_layers, check_numbers, shown
-from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import as_described, mapping
@@ -116,13 +116,13 @@ class Gemma4Draft(StateDraft):
         position = cache.length[:, None]
         if cache.prompt is not None:
             position = position + cache.prompt.offset
-        places, length = torch.arange(cache.room, device=position.device), cache.length[:, None]
-        held = places < length
-        shown = held if cache.prompt is None else held & cache.prompt.shown
+        places, length = torch.arange(cache.capacity, device=position.device), cache.length[:, None]
+        filled = places < length
+        shown = filled if cache.prompt is None else filled & cache.prompt.shown
         near = places > length - self.own.sliding_window  # the target's window includes the token itself
         masks: dict[str, Tensor | None] = {}
         for kind in rows:
-            masks[kind] = (shown & (near if kind == "sliding_attention" else held))[:, None, None]
+            masks[kind] = (shown & (near if kind == "sliding_attention" else filled))[:, None, None]
         return SharedRows(rows, masks, position)
 
     def session(self, vocab_size: int) -> SharedSession:
@@ -210,7 +210,7 @@ class SharedSession(DraftingSession):
             )
         self._text = text
 
-    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         self.length += new_tokens.shape[1]
         self._last, self._seen, self.passes = new_tokens[:, -1:].clone(), None, 0
         if states is not None:
@@ -255,10 +255,10 @@ class SharedSteps(RoundSteps):
         """Add the window to the cache's length: the draft stores no keys and values."""
         cache.length.add_(window.last + 1)
 
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - all stand alike
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         if window.states is None:
             raise ValueError("A Gemma 4 assistant reads the target's states, and none were handed over.")
-        tokens, states = window.tokens.gather(1, window.last[:, None]), at_last(window.states, window.last)[:, None]
+        tokens, states = window.tokens.gather(1, window.last[:, None]), last_rows(window.states, window.last)[:, None]
         seen = self.draft.rows_in(cache)
         while True:
             logits, hidden, further = self.draft.run(tokens, states, seen)

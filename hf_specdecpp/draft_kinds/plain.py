@@ -26,7 +26,7 @@ class Independent(DraftKind):
     rests_on = "draft"
     is_named = True
 
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         return pinned(config)
 
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
@@ -93,7 +93,7 @@ class Lookup(DraftKind):
     )
     untrainable = "there is nothing to train where all candidates are looked up"
 
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         return "text that was seen before"
 
     def make(self, *_: Any) -> Draft:
@@ -106,7 +106,7 @@ class NoDraft(Draft):
     model = None
     places = 0
 
-    def session(self, vocab_size: int) -> NoSession:  # noqa: ARG002
+    def session(self, vocab_size: int) -> NoSession:
         return NoSession()
 
 

@@ -99,7 +99,7 @@ def drafting(
         scores.append(draft.scores)
         if rule.looks_at_nothing and draft.token.device.type != "cpu":  # a read would wait for the device
             continue
-        token, stops = (int(draft.token), False) if rule.looks_at_nothing else _ask(rule, draft)
+        token, stops = (int(draft.token), False) if rule.looks_at_nothing else _read_token(rule, draft)
         tokens.append(token)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
@@ -175,18 +175,18 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
     chains: dict[int, Chain] = {}
     going, goes_on = list(range(len(rows))), None
     while going:
-        asking = {}
+        candidates = {}
         for place in going:
             try:
-                asking[place] = rows[place].send(goes_on)
+                candidates[place] = rows[place].send(goes_on)
             except StopIteration as end:
                 chains[place] = end.value
-        going = list(asking)
-        goes_on = bool(going) and prepare(asking)
+        going = list(candidates)
+        goes_on = bool(going) and prepare(candidates)
     return [chains[place] for place in range(len(rows))]
 
 
-def _ask(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
+def _read_token(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
     """The drawn token, and whether the rule stops there. Both are read with one wait for the device."""
     token, signal = draft.token, rule.signal(draft)
     if signal is None:
@@ -211,7 +211,7 @@ class StoppingRule:
     Attributes:
         looks_at_nothing: whether `signal` is always `None` and `stops` always `False`.
         survival: probability that all candidates so far are accepted; `None` if unknown, or if nothing may follow them.
-        worth: value of a further candidate in a row of a batch, as a multiple of its cost (`pays_to_go_on`).
+        worth: value of a further candidate in a row of a batch, as a multiple of its cost (`should_continue`).
     """
 
     min_tokens = 1
@@ -231,15 +231,15 @@ class StoppingRule:
     def begin_round(self) -> None:
         """Forget the previous round."""
 
-    def should_draft(self, unread: int) -> bool:  # noqa: ARG002 - for subclasses
+    def should_draft(self, unread: int) -> bool:
         """Whether the round drafts at all. `unread`: number of tokens that the draft would have to read first."""
         return True
 
-    def signal(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - for subclasses
+    def signal(self, step: DraftStep) -> Tensor | None:
         """The number that `stops` gets for this candidate, or `None`."""
         return None
 
-    def stops(self, signal: float | None) -> bool:  # noqa: ARG002 - for subclasses
+    def stops(self, signal: float | None) -> bool:
         """Whether the round ends after the candidate that `signal` was computed for."""
         return False
 
@@ -247,7 +247,7 @@ class StoppingRule:
         """Called after verification with the accepted nodes (`path`)."""
 
 
-def pays_to_go_on(rules: Sequence[StoppingRule], rows: int) -> bool:
+def should_continue(rules: Sequence[StoppingRule], rows: int) -> bool:
     """Whether all unfinished rows of a batch should draft another candidate. A further column of a pass costs the price
     of a candidate for every row, including rows that have stopped.
 

@@ -56,7 +56,7 @@ class DraftingSession(ABC):
     def __init__(self) -> None:
         self.unread = self.passes = 0
 
-    def bind_cache(self, text: SharedContext) -> None:  # noqa: B027 - most drafts have nothing to do with it
+    def bind_cache(self, text: SharedContext) -> None:  # noqa: B027 - does nothing for most drafts
         """Called once, before the first round, with the target's cache; `ValueError` if the draft cannot read it."""
 
     @property
@@ -167,7 +167,7 @@ class Draft:
         """The draft's side of one sequence; `vocab_size` is the width of the target's logits."""
         raise NotImplementedError
 
-    def round_steps(self, vocab_size: int) -> RoundSteps | None:  # noqa: ARG002
+    def round_steps(self, vocab_size: int) -> RoundSteps | None:
         """The draft steps of captured rounds; `None` if they are not captured."""
         return None
 
@@ -175,7 +175,7 @@ class Draft:
         """The draft's side of one row of a batch."""
         return self.session(vocab_size)
 
-    def batch(self, rows: Sequence[Any]) -> Any:  # noqa: ARG002 - for drafts whose rows share something
+    def batch(self, rows: Sequence[Any]) -> Any:
         """Runs the draft for all unfinished rows (`row_session`s) of a batch, as `BatchSession` does."""
         return RowsAlone()
 
@@ -206,7 +206,7 @@ class Draft:
         """Why rounds with this draft cannot be captured; `None` if no reason is known."""
         return None
 
-    def for_capture(self, fuse: bool) -> Any:  # noqa: ARG002
+    def for_capture(self, fuse: bool) -> Any:
         """A copy of the draft whose model is captured."""
         return None
 

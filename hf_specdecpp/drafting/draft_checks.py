@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.caches.states import no_way_back
+from hf_specdecpp.caches.states import why_no_rollback
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM, positions_of, trying
 from hf_specdecpp.models.target_states import StateReader
@@ -31,7 +31,7 @@ def check_can_draft(model: CausalLM) -> None:
         raise ValueError(f"{name} has no LM head, so it cannot predict tokens. Load it with AutoModelForCausalLM.")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")
-    if (reason := no_way_back(model)) is not None:
+    if (reason := why_no_rollback(model)) is not None:
         raise ValueError(f"{name} {reason}, so it cannot draft. Use a draft whose layers all use attention.")
 
 

@@ -254,7 +254,7 @@ class ModelSession(DraftingSession):
         self.waits = waits_for_reads(self.device)
         # Unread tokens `[1, n]` and their states `[1, n, size]`, by round; concatenated when the draft reads them.
         self._pending: list[tuple[Tensor, Tensor | None]] = []
-        self._fed_candidates = 0
+        self._num_read_candidates = 0
         self._own_states: dict[int, Tensor] = {}  # its own states `[hidden_size]` after these nodes
 
     @abstractmethod
@@ -268,8 +268,8 @@ class ModelSession(DraftingSession):
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         # The last token is always read, because the next candidate follows it. It can be an accepted candidate if the
         # rows of a batch end their rounds together.
-        keep = 0 if self.reads_again else max(min(num_accepted, self._fed_candidates, new_tokens.shape[1] - 1), 0)
-        self._keep(keep, of=self._fed_candidates)
+        keep = 0 if self.reads_again else max(min(num_accepted, self._num_read_candidates, new_tokens.shape[1] - 1), 0)
+        self._keep(keep, of=self._num_read_candidates)
         new_tokens = new_tokens[:, keep:]
         if states is not None:
             known = min(states.shape[1], new_tokens.shape[1])  # fewer than tokens if a cache is reused
@@ -279,13 +279,13 @@ class ModelSession(DraftingSession):
         # A view would keep the whole sequence alive, once per round.
         self._pending.append((new_tokens.clone(), states))
         self.unread += new_tokens.shape[1]
-        self._fed_candidates = self.passes = 0
+        self._num_read_candidates = self.passes = 0
 
-    def _take(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _next_tokens(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The tokens `[1, n]` of the next pass, and the states `[1, n, size]` before them if the draft reads states."""
         self.passes += 1
         if candidates:
-            self._fed_candidates += 1
+            self._num_read_candidates += 1
             token = candidates[-1].view(1, 1).to(self.device)
             own = self._own_states[0][None, None].to(self.device) if self.reads_states else None
             return token if self.knows_all else self.drafter.known(token), own
@@ -304,21 +304,21 @@ class DraftSession(ModelSession):
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
         self.cache = DynamicCache(config=drafter.text_config)
-        self.text = GrowingContext(self.cache)
+        self.context = GrowingContext(self.cache)
         self._recording = False
         self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
 
     @property
     def length(self) -> int:
-        return self.text.held + self.unread
+        return self.context.num_tokens + self.unread
 
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         if self._recording and not self.unread:  # the last round had draft passes
             path = None if rows is None else PathRows(list(rows), torch.tensor(rows))
-            self.text.commit(count, of, path)
+            self.context.commit(count, of, path)
 
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, states = self._take(candidates)
+        tokens, states = self._next_tokens(candidates)
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
         self._own_states = {0: hidden}
         if not self._recording:
@@ -327,8 +327,8 @@ class DraftSession(ModelSession):
             self.cache.activate_past_recording()
             self._recording = True
         if not candidates:
-            self.text.begin_round()
-            self.reads_again = self.reads_states or self.text.mark is not None
+            self.context.begin_round()
+            self.reads_again = self.reads_states or self.context.rollback_point is not None
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
@@ -366,4 +366,4 @@ class DraftSession(ModelSession):
         places = self._lineage.places
         rows = [0] + [places[node] for node in path if node in places and not again]
         self._keep(len(rows), len(self._lineage.nodes), rows)
-        self._fed_candidates, self._lineage = len(rows) - 1, None
+        self._num_read_candidates, self._lineage = len(rows) - 1, None

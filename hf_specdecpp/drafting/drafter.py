@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.caches.masks import inputs_in_place
-from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_room_layers, prepared, why_not_in_place
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_cache_layers, prepared, why_not_in_place
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
@@ -46,7 +46,7 @@ class Drafter(DraftModel, Draft):
         return for_capture(self, self.model, fuse=fuse)
 
     def why_not_captured(self) -> str | None:
-        if num_room_layers(self.text_config) is None:
+        if num_cache_layers(self.text_config) is None:
             return "not all of its layers are attention"
         if getattr(self.model, "is_quantized", False):
             return "it is quantised"
@@ -62,7 +62,7 @@ class ModelSteps(RoundSteps):
         self.drafter = drafter
         fusion = drafter.fusion
         super().__init__(drafter, vocab_size, drafter, None if fusion is None else fusion.width)
-        self.num_layers = num_room_layers(drafter.text_config) or 0
+        self.num_layers = num_cache_layers(drafter.text_config) or 0
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         drafter, begin = self.drafter, 0
@@ -84,7 +84,7 @@ class ModelSteps(RoundSteps):
 
 def read(drafter: DraftModel, cache: FixedCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Logits `[rows, vocab_size]` and hidden states `[rows, hidden_size]` after the last real token of a window."""
-    hidden = at_last(read_chain(drafter, cache, window.tokens, window.states), window.last)
+    hidden = last_rows(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden
 
@@ -94,7 +94,7 @@ def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: T
     span = torch.arange(tokens.shape[1], device=tokens.device)
     seen = span <= span[:, None]
     if cache.prompt is not None:  # padding is seen by itself only
-        own = cache.prompt.shown.gather(1, (cache.length[:, None] + span).clamp_max(cache.room - 1))
+        own = cache.prompt.shown.gather(1, (cache.length[:, None] + span).clamp_max(cache.capacity - 1))
         seen = seen & (own[:, None] | (span == span[:, None]))
     inputs = inputs_in_place(drafter.model, cache, seen, span, span, cache.length)
     return hidden_states(drafter, cache, tokens, states, inputs)

@@ -15,30 +15,30 @@ from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 
 class RowSession(ModelSession):
     """The tokens read of one row. `BatchSession` runs the draft and stores the row's next step in `found`: logits
-    `[vocab_size]` and hidden state. `forgotten`: number of tokens to remove from the row's part of the cache."""
+    `[vocab_size]` and hidden state. `num_dropped`: number of tokens to remove from the row's part of the cache."""
 
     found: tuple[Tensor, Tensor]
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
-        self.forgotten = 0
+        self.num_dropped = 0
         self._num_read = 0
 
     @property
     def length(self) -> int:
         return self._num_read + self.unread
 
-    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:  # noqa: ARG002 - no trees
-        self.forgotten += of - count
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
+        self.num_dropped += of - count
         self._num_read -= of - count
 
     def feed(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The tokens `[1, n]` that the row reads next, and the target's states `[1, n, size]` before them."""
-        tokens, states = self._take(candidates)
+        tokens, states = self._next_tokens(candidates)
         self._num_read += tokens.shape[1]
         return tokens, states
 
-    def leave(self, logits: Tensor, hidden: Tensor) -> None:
+    def store(self, logits: Tensor, hidden: Tensor) -> None:
         """Store the draft's logits and hidden state after the tokens of `feed`."""
         self.found, self._own_states = (logits, hidden), {0: hidden}
 
@@ -57,24 +57,24 @@ class BatchSession:
     def __init__(self, rows: Sequence[RowSession]) -> None:
         self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter
         cache = DynamicCache(config=self.drafter.text_config)
-        self.text = BatchContext(self.drafter.model, cache, len(rows))
+        self.context = BatchContext(self.drafter.model, cache, len(rows))
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
 
     def run_draft(self, asking: dict[int, list[Tensor]]) -> None:
         """Run the draft for the unfinished rows and store the results in their sessions. `asking`: their candidates, by
         index in the batch; in a round's first step no row has any."""
         if not any(asking.values()):
-            forgotten = torch.tensor([row.forgotten for row in self.rows])
-            self.text.commit(torch.zeros_like(forgotten), of=forgotten)
-            self.text.close_up()
+            num_dropped = torch.tensor([row.num_dropped for row in self.rows])
+            self.context.commit(torch.zeros_like(num_dropped), of=num_dropped)
+            self.context.close_up()
             for row in self.rows:
-                row.forgotten = 0
+                row.num_dropped = 0
         fed = {place: self.rows[place].feed(candidates) for place, candidates in asking.items()}
         hidden = self._read(fed)
         places = list(fed)
         logits = self.drafter.logits(hidden[places], self.vocab_size)
         for place, of_row in zip(places, logits, strict=True):
-            self.rows[place].leave(of_row, hidden[place])
+            self.rows[place].store(of_row, hidden[place])
 
     def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
         """Read tokens and states by row: hidden states `[rows, hidden_size]` after the last token of each row."""
@@ -90,14 +90,14 @@ class BatchSession:
                 if all_states is None:
                     all_states = torch.zeros(len(self.rows), width, states.shape[2], dtype=dtype, device=device)
                 all_states[place, begin:] = states[0]
-        inputs = {"attention_mask": self.text.mask(is_token)}
+        inputs = {"attention_mask": self.context.mask(is_token)}
         if self._takes_positions:
-            positions = self.text.held[:, None] + is_token.cumsum(dim=1) - 1
+            positions = self.context.num_tokens[:, None] + is_token.cumsum(dim=1) - 1
             inputs["position_ids"] = positions.where(is_token, 0).to(device)
-        hidden = self.drafter.hidden_states(all_tokens, self.text.cache, all_states, are_known=True, **inputs)[:, -1]
-        self.text.record_pass(is_token)
+        hidden = self.drafter.hidden_states(all_tokens, self.context.cache, all_states, are_known=True, **inputs)[:, -1]
+        self.context.record_pass(is_token)
         return hidden
 
     def select(self, places: Sequence[int]) -> None:
         self.rows = [self.rows[place] for place in places]
-        self.text.select(places)
+        self.context.select(places)

@@ -49,7 +49,7 @@ class Ledger:
         return tokens / (float((self._taken * self.prices).sum()) + self.trusted * self.plain)
 
 
-SAID = {
+SUMMARIES = {
     "gain": "Speculation pays here",
     "loss": "Speculation does not pay here",
     "none": "Speculation neither pays nor costs here",
@@ -87,12 +87,12 @@ def verdict(plain: Speed, same: Speed, passes: Speed | None, of: str = "") -> st
         passes: how much the faster matrix multiplications alone speed up plain generation; `None` if none are used.
         of: beginning of the sentence, such as "fixed 3 runs at ".
     """
-    said = f"{SAID[effect(plain, same)]}: {of}{plain} times the speed of plain generate()"
+    text = f"{SUMMARIES[effect(plain, same)]}: {of}{plain} times the speed of plain generate()"
     if passes is None:
-        return f"{said}."
-    said += f" and {'at ' if of else ''}{same} times that with the same passes."
+        return f"{text}."
+    text += f" and {'at ' if of else ''}{same} times that with the same passes."
     if LOSES < passes.value < PAYS:
-        return said
+        return text
     most = ", so most of the speed comes from them" if passes.low > 1.0 and passes.value**2 > plain.value else ""
     slower = ": turn them off (cpu_products)" if passes.high < 1.0 else ""
-    return f"{said} These passes alone take plain generate() to {passes.value:.2f}{most}{slower}."
+    return f"{text} These passes alone take plain generate() to {passes.value:.2f}{most}{slower}."

@@ -27,8 +27,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, modul
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
-from hf_specdecpp.throughput.known_costs import Drafting as Drafted
-from hf_specdecpp.throughput.known_costs import RoundTimes
+from hf_specdecpp.throughput.known_costs import DraftWork, RoundTimes
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
@@ -64,7 +63,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         lookup: finds candidates in earlier text, if enabled.
         times: seconds of the rounds, if costs follow measured rounds; else `None`.
         is_paused: whether rounds have no candidates, because plain generation is faster; the draft then reads nothing.
-        successors: the target's latest choices, if the draft's logits are mixed with them; else `None`.
+        corrections: the target's latest choices, if the draft's logits are mixed with them; else `None`.
     """
 
     def __init__(
@@ -88,11 +87,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.processing = Processing(logits_processor or [])
         captures = setup.speculation.graphs == "auto" and graphs.can_capture(input_device(target))
         processing, greedy = self.processing.for_draft(), self.randomness is None
-        self.draft_processing, self.successors = setup.draft_processing(processing, target, greedy, captures)
+        self.draft_processing, self.corrections = setup.draft_processing(processing, target, greedy, captures)
         at_once = self.processing.answers_all
         verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         chains = why_chains(setup, target, captures, self.processing)
-        decided = setup.decided(target, verification, self.successors is not None, chains)
+        decided = setup.decided(target, verification, self.corrections is not None, chains)
         self.stats = SpeculationStats(remedies=setup.remedies, decided=decided)
         self.round_steps = setup.drafter.round_steps(self.vocab_size) if captures else None
         self._products: FasterProducts | None = None
@@ -101,7 +100,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.method: ChainDrafting | TreeDrafting
         if chains is None:
             self.method = trees = TreeDrafting(setup, *how, decided)
-            trees.follow(self.plan, target, generation_config)
+            trees.set_plan(self.plan, target, generation_config)
         else:
             self.method = ChainDrafting(*how, rule_of(setup, target, generation_config, self.plan))
         self.lookup: LookingUp | None = looking_up(setup, target, generation_config, self.plan)
@@ -141,7 +140,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         follows = self.lookup is not None or not self.setup.drafter.places or self.round_steps is not None
         self.is_paused = self.plan is not None and not follows and self.plan.leaves_to_target(length)
         if self.is_paused:
-            self.successors = None
+            self.corrections = None
 
     @torch.inference_mode()
     def propose(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> DraftTree:
@@ -156,7 +155,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """
         times, lookup, method = self.times, self.lookup, self.method
         if self.plan is not None and not self.is_paused:
-            self.plan.follow(input_ids.shape[1])  # before the round's clock, because a new plan takes long
+            self.plan.set_length(input_ids.shape[1])  # before the round's clock, because a new plan takes long
         if times is not None:
             times.begin_round()
         if self.is_paused:
@@ -167,7 +166,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             longest = 0
         tree = method.draft(input_ids, longest)
         if times is not None:
-            times.drafted(Drafted(tree.passes, read, max(len(tree.scores) - tree.passes, 0)))
+            times.drafted(DraftWork(tree.passes, read, max(len(tree.scores) - tree.passes, 0)))
         if lookup is not None and method.branches:
             lookup.branch(tree, looks_up)
         if method.makes_chains:
@@ -191,7 +190,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.is_paused and self.plan is not None:  # a draft that reads no target states may begin now
             self.is_paused = self.setup.drafter.reads is not None or self.plan.leaves_to_target(length)
 
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:
         """Draft k candidates in transformers' form: token ids `[1, length + k]`, and logits `[1, k, vocab]` whose
         softmax is q (`None` if k is 0). `ValueError` if the draft reads hidden states, or settings require trees."""
         if self.setup.drafter.reads is not None:
@@ -205,14 +204,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         certain = [point_mass(token, self.vocab_size, input_ids.device) for token in looked_up]
         return torch.cat((input_ids, candidates), dim=1), torch.stack([*chain.drawn_from, *certain])[None]
 
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:  # noqa: ARG002
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
         """Called by transformers after a round, with the number of accepted candidates of the last chain."""
         self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Called before captured rounds: unmasked tokens `[1, n]` of the prompt, and the target's states or `None`."""
         self.observers = [self.stats, *([rule] if isinstance(rule := self.method.rule, Threshold) else [])]
-        tokens, states = self._new(input_ids, states)
+        tokens, states = self._new_tokens(input_ids, states)
         if states is None:
             return tokens, None
         known = min(states.shape[1], tokens.shape[1])  # fewer than the tokens if a cache is reused
@@ -222,12 +221,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """The acceptance learned for this target and way of sampling, for chains or trees."""
         return self.setup.learned_rates(self._target, self._generation_config, trees)
 
-    def note_captured(self, estimates: list[float]) -> None:
+    def record_estimates(self, estimates: list[float]) -> None:
         """Give `rule="threshold"` the estimates of a captured round's candidates."""
         if isinstance(rule := self.method.rule, Threshold):
             rule.estimates = estimates
 
-    def begin_again(self) -> None:
+    def restart_draft(self) -> None:
         """Called if captured rounds have failed: the draft reads the sequence from its start again."""
         self._shown, self.observers = 0, self._observers()
 
@@ -235,7 +234,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Describe the current matrix multiplications of target and draft."""
         return f"{self.products.described}{', draft in int8' if self.setup.drafts_in_int8 else ''}"
 
-    def stop(self) -> None:
+    def stop_drafting(self) -> None:
         """Stop drafting for the rest of this sequence, because the draft's cache is lost."""
         self.is_paused, self.plan, self.times, self.observers = True, None, None, [self.stats]
 
@@ -245,13 +244,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.plan is not None and self.times is not None:
             try:
                 self.plan.end_text(self.times)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - the text is complete, and must be returned
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> int:
         """Pass new tokens to the draft and the lookups. Returns the longest path of candidates that may be drafted."""
         session, drafter, room = self.session, self.setup.drafter, MOST_CANDIDATES
-        new_tokens, states = self._new(input_ids, states)
+        new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
         if self.max_length is not None:  # one place is for the token that the target adds
             room = max(self.max_length - input_ids.shape[1] - 1, 0)
@@ -262,7 +261,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         longest = self.method.longest(room, most)
         return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
 
-    def _new(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _new_tokens(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens `[1, n]` not yet passed to the draft, and the target's states `[1, m, size]`; masked ones removed."""
         new, is_prompt = input_ids[:, self._shown :], not self._shown
         self._shown = input_ids.shape[1]
@@ -279,7 +278,7 @@ class TreeDrafting:
         decided: `SpeculationStats.decided`; gets the reason if trees are given up (`refuse`).
 
     Attributes:
-        most, room: the largest number of nodes of any tree, and of the next one if `throughput` is set.
+        most, limit: the largest number of nodes of any tree, and of the next one if `throughput` is set.
         throughput: decides how far trees grow, and learns from rounds (`rule="throughput"`). `None`: a fixed budget.
         rates: calibrates the estimates of trees with a fixed budget; `None` uses raw estimates.
         rule: always `None`, because stopping rules are for chains.
@@ -296,7 +295,7 @@ class TreeDrafting:
         self.shape = setup.static_shape(greedy=randomness is None)
         estimator = setup.estimator if self.shape is None else DraftProbability()  # for statistics only
         check_estimator(estimator)
-        self.most = self.room = self.config.most_drafted if self.shape is None else size(self.shape)
+        self.most = self.limit = self.config.most_drafted if self.shape is None else size(self.shape)
         self.slots = Slots(estimator, randomness, eos_token_ids, buffer=SoftmaxBuffer(self.most))
         self.processing = processing
         self.pace = growth.ThresholdSchedule()
@@ -304,7 +303,7 @@ class TreeDrafting:
         self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None
 
-    def follow(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
+    def set_plan(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
         """Grow trees by `plan`, the rule `"throughput"`; without a plan calibrate estimates by learned acceptance."""
         if plan is not None:
             self.slots.valuation = self.throughput = rule = plan.rule(self.slots.estimator)
@@ -333,7 +332,7 @@ class TreeDrafting:
     def longest(self, room: int, most: int) -> int:
         # Removing nodes would depend on the drawn candidates, so a tree that could have too many nodes is left empty.
         # Trees of `rule="throughput"` stop at `room`.
-        self.room = min(most, self.most)
+        self.limit = min(most, self.most)
         return room if most >= (self.most if self.throughput is None else 1) else 0
 
     def draft(self, input_ids: Tensor, longest: int) -> DraftTree:
@@ -354,7 +353,7 @@ class TreeDrafting:
             return DraftTree(root)
         grown = Growth(expand, self.slots, root, depth)
         if rule is not None:
-            rule.room = self.room
+            rule.limit = self.limit
             rule.grow(grown, threshold)
         elif self.shape is not None:
             growth.grow_shape(grown, self.shape)

@@ -40,17 +40,17 @@ class RoundTarget(ABC):
         """The context manager around all rounds."""
         return nullcontext()
 
-    def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - most need nothing
+    def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - optional in subclasses
         """Called before each round, for work that is not part of the round's seconds."""
 
-    def max_candidates(self, text: OutputText) -> int | None:  # noqa: ARG002
+    def max_candidates(self, text: OutputText) -> int | None:
         """The largest number of candidates in the next pass; `None`: no limit."""
         return None
 
     @abstractmethod
     def read(self, rounds: Sequence[Round]) -> None:
         """Run one forward pass over the last token and the candidates of each sequence. Sets `outputs` and `width` of
-        the rounds, or, if the GPU has drawn and verified the candidates, `outputs`, `tree` and `verdict`."""
+        the rounds, or, if the GPU has drawn and verified the candidates, `outputs`, `tree` and `result`."""
 
     @abstractmethod
     def commit(self, rounds: Sequence[Round]) -> None:
@@ -60,15 +60,15 @@ class RoundTarget(ABC):
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
         """For each sequence, whether further tokens follow."""
 
-    def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - of one text nothing is left
+    def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - does nothing for a single sequence
         """Called when sequences have ended: only those at the indices `places` of `texts` continue."""
 
-    def instead(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:  # noqa: ARG002
+    def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
         """Called when graphs have failed. Returns the drafts and the target for this round and all later rounds of
         `texts`; without graphs raises `failure`."""
         raise failure
 
-    def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - the target's own passes have nothing to leave
+    def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - does nothing without graphs
         """Called after the last round, or when `texts` continue without graphs: copies the keys and values of captured
         passes to the target's own cache."""
 
@@ -85,7 +85,7 @@ class Drafts:
         """Called after a commit: the generator gets the accepted path and, with measured costs, the pass width."""
         (each,) = rounds
         generator = each.text.generator
-        generator.record_outcome(each.tree, each.verdict.path, each.text.before)
+        generator.record_outcome(each.tree, each.result.path, each.text.before)
         if generator.times is not None:
             generator.times.end(each.text.before, each.width)
 
@@ -111,7 +111,7 @@ class TargetSide(RoundTarget):
     states that drafts read, times passes, and builds the output of `generate()`."""
 
     foreign: ForeignPasses | None = None  # hooks and patches in the target's passes, if any
-    took: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass, if timed
+    timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
     def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -126,7 +126,7 @@ class TargetSide(RoundTarget):
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         """Run the prompts' forward pass as plain `generate()` does; sets `outputs` of the rounds."""
 
-    def begin_texts(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
+    def begin_texts(self, texts: Sequence[OutputText]) -> None:
         """Called once, after the prompt and before the first round."""
         self.passes.begin_text(self.generator.products)
 
@@ -150,9 +150,9 @@ class TargetSide(RoundTarget):
     def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
         """Copy the keys and values of `texts`, in the given `rows` of `passes`, to the target's own cache."""
 
-    def hold(self, text: OutputText, held: Callable[[], Any]) -> None:
-        """Called when a sequence of captured rounds ends before others, for batches that return the cache: `held()`
-        gives its keys and values."""
+    def save_row(self, text: OutputText, keys_values: Callable[[], Any]) -> None:
+        """Called when a sequence of captured rounds ends before others, for batches that return the cache:
+        `keys_values()` returns the sequence's keys and values."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 
@@ -171,11 +171,11 @@ class TargetSide(RoundTarget):
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         """The output of `generate()`."""
 
-    def note_pass(self) -> None:
+    def record_pass(self) -> None:
         """Called after each round: records the seconds of its pass, if timed."""
-        if self.took is not None:
-            self.passes.record_pass(*self.took)
-            self.took = None
+        if self.timed_pass is not None:
+            self.passes.record_pass(*self.timed_pass)
+            self.timed_pass = None
 
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
         """Time an additional pass over one token of each of `rows` sequences if its time cannot be derived from the
@@ -248,7 +248,7 @@ class AssistedDecoding:
             text.begin(ids)
         rounds = [Round(text, Chain(), is_prompt=True) for text in self.texts]
         self.side.read_prompt(rounds, input_ids)
-        self._take(rounds)
+        self._finish_round(rounds)
 
     def _make_rounds(self) -> None:
         while self.active:
@@ -257,9 +257,9 @@ class AssistedDecoding:
                     while self.active:
                         self.target.prepare(self.active)
                         self.round()
-                        self.side.note_pass()
+                        self.side.record_pass()
             except GraphsFailedError as failure:
-                self.drafts, self.target = self.target.instead(failure, self.active)
+                self.drafts, self.target = self.target.after_failure(failure, self.active)
 
     def round(self) -> None:
         """Draft, run one target pass, verify, emit, commit (SpecDec++, section 3; for trees DySpec, section 4)."""
@@ -269,9 +269,9 @@ class AssistedDecoding:
         rounds = list(map(Round, self.active, trees))
         self.target.read(rounds)
         read = time.perf_counter()
-        self._take(rounds)
+        self._finish_round(rounds)
         # Each sequence gets an equal share of the seconds. Waiting for the device in `verify` counts as target time.
-        count, waited = len(rounds), sum([each.verdict.waited for each in rounds])
+        count, waited = len(rounds), sum([each.result.waited for each in rounds])
         draft, target = (drafted - begin) / count, (read - drafted + waited) / count
         rest = (time.perf_counter() - read - waited) / count
         for each in rounds:
@@ -283,17 +283,17 @@ class AssistedDecoding:
             else:
                 stats.overhead_seconds += rest + draft
 
-    def _take(self, rounds: list[Round]) -> None:
+    def _finish_round(self, rounds: list[Round]) -> None:
         """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`."""
         if not rounds[0].is_verified:
             self.verify(rounds)
         for each in rounds:
-            each.emitted = each.text.emit(each.verdict)
+            each.emitted = each.text.emit(each.result)
         self.target.commit(rounds)
         if not rounds[0].is_prompt:
             self.drafts.record_outcome(rounds)
         for each in rounds:
-            text, tokens = each.text, each.verdict.emitted[: each.emitted.kept]
+            text, tokens = each.text, each.result.emitted[: each.emitted.kept]
             text.stats.generated += len(tokens)
             if text.streamer is not None:
                 text.streamer.put(torch.tensor([tokens]))
@@ -304,9 +304,9 @@ class AssistedDecoding:
             self.active = [self.active[place] for place in places]
 
     def verify(self, rounds: list[Round]) -> None:
-        """Set the `verdict` of each round. Tokens after the end of a sequence are removed later, by `emit`."""
+        """Set the `result` of each round. Tokens after the end of a sequence are removed later, by `emit`."""
         for each in rounds:
-            each.verdict = each.text.verify(each)
+            each.result = each.text.verify(each)
 
 
 _lock = Lock()

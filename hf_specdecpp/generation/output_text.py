@@ -115,22 +115,22 @@ class OutputText:
         other processors are called for each emitted token in order (`Walk`).
         """
         logits = each.outputs.logits[0, -len(each.tree) - 1 :]
-        if self.generator.successors is not None:
+        if self.generator.corrections is not None:
             self.record_corrections(each.rows, logits)
         if not self.processing.answers_all:
-            return self._verify_on_the_way(each, logits)
+            return self._verify_in_order(each, logits)
         return self._verify_chain(each, logits) if isinstance(each.tree, Chain) else self._verify_tree(each, logits)
 
     def record_corrections(self, tree_pass: TreePass, logits: Tensor) -> None:
         """Record the target's logits after the nodes of a round, if the draft's logits are mixed with earlier ones."""
         tree, generator = tree_pass.tree, self.generator
         # If plain generation is faster, recording would be most of the time that a round adds.
-        if generator.successors is not None and (len(tree) or generator.plan is None or generator.plan.pays):
-            generator.successors.record(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
+        if generator.corrections is not None and (len(tree) or generator.plan is None or generator.plan.pays):
+            generator.corrections.record(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
 
-    def emit(self, verdict: RoundResult) -> Emitted:
+    def emit(self, result: RoundResult) -> Emitted:
         """Append the emitted tokens, up to the first that ends the sequence."""
-        emitted, rows = verdict.emitted, verdict.rows
+        emitted, rows = result.emitted, result.rows
         self.before = before = self.ids.shape[1]
         path, new_ids = None, torch.tensor([emitted])  # int64 for any dtype of the prompt, as in plain generation
         if rows is None:
@@ -139,9 +139,9 @@ class OutputText:
             new_ids, on_device = upload([new_ids, torch.tensor(rows)], self.ids.device)
             path = PathRows(rows, on_device)
         ids = torch.cat((self.ids, new_ids), dim=1)
-        kept, self.finished = len(emitted), bool(verdict.ended)
-        if verdict.ended is None:
-            kept, self.finished = self.first_stop(ids, emitted, verdict.scores, verdict.raw)
+        kept, self.finished = len(emitted), bool(result.ended)
+        if result.ended is None:
+            kept, self.finished = self.first_stop(ids, emitted, result.scores, result.raw)
         self.ids = ids if kept == len(emitted) else ids[:, : before + kept]
         return Emitted(kept, path)
 
@@ -208,7 +208,7 @@ class OutputText:
                 return row
             return self.processing.one(self.ids, tree.path(node), row)
 
-        def asked(node: int) -> Any:
+        def target_at(node: int) -> Any:
             """Greedy: the likeliest token after a node. Sampled: p after the node."""
             if self.waits:
                 return read[rows[node]]
@@ -216,9 +216,9 @@ class OutputText:
             return likeliest_tokens(exact[None])[0] if randomness is None else exact.softmax(dim=-1)
 
         if randomness is None:
-            path, token = verify_tree_greedy(tree, asked)
+            path, token = verify_tree_greedy(tree, target_at)
         else:
-            path, token = verify_tree(tree, asked, randomness, self.verification)
+            path, token = verify_tree(tree, target_at, randomness, self.verification)
         if tree.looked_up:
             path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
         waited = time.perf_counter() - begin if self.waits else 0.0
@@ -226,12 +226,12 @@ class OutputText:
         raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
         return RoundResult(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken, waited=waited)
 
-    def _verify_on_the_way(self, each: Round, logits: Tensor) -> RoundResult:
+    def _verify_in_order(self, each: Round, logits: Tensor) -> RoundResult:
         """Verify with p at the accepted nodes only."""
         walk = Walk(self, each.rows, logits)
         while walk.node is not None:
             walk.choose(self.processing.one(walk.ids, [], walk.raw))
-        return walk.verdict
+        return walk.result
 
     def _accept_chain(self, chain: DraftTree, scores: Tensor) -> tuple[list[int], int]:
         if self.randomness is None:
@@ -291,10 +291,10 @@ class OutputText:
             below = [each for node in level for each in tree.below(node) if not self._ends_text(tree, each)]
             parents, tokens = [rows[tree.parents[node]] for node in below], [tree.tokens[node] for node in below]
             if self.randomness is None:  # argmax also gives a token if all are -inf
-                stands = (scores[parents].argmax(-1) == torch.tensor(tokens, device=scores.device)).tolist()
+                accepted = (scores[parents].argmax(-1) == torch.tensor(tokens, device=scores.device)).tolist()
             else:
-                stands = (scores[parents, tokens] > -math.inf).tolist()
-            level = list(compress(below, stands))
+                accepted = (scores[parents, tokens] > -math.inf).tolist()
+            level = list(compress(below, accepted))
         return scores
 
     def _ends_text(self, tree: DraftTree, node: int) -> bool:
@@ -343,7 +343,7 @@ class Walk:
         self.node = None if self.ended else child
 
     @property
-    def verdict(self) -> RoundResult:
+    def result(self) -> RoundResult:
         """The tokens chosen so far, as the round's result."""
         rows, is_chain = self.tree_pass.rows, isinstance(self.tree_pass.tree, Chain)
         taken = None if is_chain else [rows[node] for node in (0, *self._path)]
@@ -375,7 +375,7 @@ class Round:
     is_verified: bool = False
     outputs: Any = None
     width: int = 0
-    verdict: RoundResult = field(init=False)
+    result: RoundResult = field(init=False)
     emitted: Emitted = field(init=False)
 
     @cached_property

@@ -20,7 +20,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget
 from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
-from hf_specdecpp.models.checks import WITHOUT
+from hf_specdecpp.models.checks import WITHOUT_ASSISTANT
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
@@ -39,7 +39,7 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
     if reason is not None:
         raise ValueError(
             f"{type(target).__name__} is spread over {num_processes(target)} processes (tensor parallelism), and "
-            f"{reason}. {WITHOUT}, if that cannot be changed."
+            f"{reason}. {WITHOUT_ASSISTANT}, if that cannot be changed."
         )
 
 
@@ -51,7 +51,7 @@ class Ranks:
         self.group = (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
         self.is_first = dist.get_rank(self.group) == 0
         self.device, self.size = target.device, most + 1
-        self.told: tuple[int, bool] = (0, False)  # of the round: number of kept tokens, and whether the sequence ends
+        self.outcome: tuple[int, bool] = (0, False)  # of a round: number of kept tokens; whether the sequence ends
 
     def send(self, numbers: list[int]) -> None:
         """Called on the first rank: send numbers to the other ranks, which call `listen`."""
@@ -66,7 +66,7 @@ class Ranks:
         return numbers[:count]
 
     @contextmanager
-    def telling_of_failure(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         """A context for work of the first rank while the others `listen`; exceptions are reported to them."""
         try:
             yield
@@ -95,23 +95,23 @@ class RankText(OutputText):
         self.ranks = ranks
 
     # All ranks process the scores of all candidates, because only the first rank knows which are accepted.
-    _verify_on_the_way = OutputText._verify_chain
+    _verify_in_order = OutputText._verify_chain
 
     def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
         if self.ranks.is_first:
-            with self.ranks.telling_of_failure():
+            with self.ranks.reporting_failure():
                 return super()._accept_chain(tree, scores)
         finished, kept, *emitted = self.ranks.listen()
-        self.ranks.told = kept, bool(finished)
+        self.ranks.outcome = kept, bool(finished)
         return list(range(1, len(emitted))), emitted[-1]
 
     def first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
         if self.ranks.is_first:
-            with self.ranks.telling_of_failure():
+            with self.ranks.reporting_failure():
                 kept, finished = super().first_stop(ids, emitted, scores, raw)
             self.ranks.send([int(finished), kept, *emitted])
             return kept, finished
-        kept, finished = self.ranks.told
+        kept, finished = self.ranks.outcome
         self.records.add_scores(scores, raw, kept)
         return kept, finished
 
@@ -133,7 +133,7 @@ class DraftOfRanks(Drafts):
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         if self.ranks.is_first:
-            with self.ranks.telling_of_failure():
+            with self.ranks.reporting_failure():
                 (tree,) = super().propose(texts, target)
             self.ranks.send(tree.candidates)
             return [tree]

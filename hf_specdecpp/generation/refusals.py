@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
-from hf_specdecpp.caches.trial import can_be_held
+from hf_specdecpp.caches.trial import can_be_saved
 from hf_specdecpp.models.causal_lm import (
     CACHE,
     CACHE_NAMES,
@@ -140,7 +140,7 @@ def check_lossless(config: GenerationConfig) -> None:
         raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
 
 
-def ends_as_told(criterion: Any, config: GenerationConfig) -> bool:
+def ends_predictably(criterion: Any, config: GenerationConfig) -> bool:
     """Whether a stopping criterion ends sequences only where `config` alone predicts it (length, EOS, time)."""
     if class_of(criterion) is MaxLengthCriteria:
         return criterion.max_length == config.max_length
@@ -176,7 +176,7 @@ def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | 
     if passes is None:
         return None
     reason = passes.reason
-    if reason is None and rows == 1 and can_be_held(cache) and num_processes(target) == 1:
+    if reason is None and rows == 1 and can_be_saved(cache) and num_processes(target) == 1:
         return passes
     if reason is None:
         kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))

@@ -118,7 +118,7 @@ class DraftSetup:
         fits = not captures and input_device(target).type == "cpu"
         mixes = mixes and (fits or decisions.draft_successors is not None)
         if mixes and self.drafter.places:
-            successors = self.memory.recall_successors(target, num_logits(target), self.drafter.device)
+            successors = self.memory.recall_corrections(target, num_logits(target), self.drafter.device)
             return MixedProcessing(processing, successors, greedy, temperature), successors
         return processing if temperature == 1.0 else processing.cooled(temperature), None
 

@@ -51,7 +51,7 @@ class TargetContext:
             them, `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
 
     Attributes:
-        text: the cached tokens; between rounds all of the sequence except the last token and pending ones.
+        cached: the cached tokens; between rounds all of the sequence except the last token and pending ones.
         width: number of tokens of the latest prepared pass.
         changes: lengths at which rotary frequencies change; no pass may cross one.
     """
@@ -63,9 +63,9 @@ class TargetContext:
         self._longer, self._spare = model_kwargs, 0  # `_longer`: `model_kwargs` with `_spare` more columns
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
-        self.text: CachedContext = GrowingContext(cache_among(model_kwargs))
-        if self.text.held:  # a later turn
-            self.text.begin_round()
+        self.cached: CachedContext = GrowingContext(cache_among(model_kwargs))
+        if self.cached.num_tokens:  # a later turn
+            self.cached.begin_round()
         self.changes = frequency_changes(target.config.get_text_config(decoder=True))
         self._device = input_device(target)  # stored, because finding the device is slow
         # Models with their own method may read values of a 4-D mask, so `NO_MASK` is not for them.
@@ -75,12 +75,12 @@ class TargetContext:
     @property
     def cache(self) -> Any:
         """The target's cache, given by the user or made by `generate()`."""
-        return self.text.cache
+        return self.cached.cache
 
     @property
     def rows(self) -> int:
         """Number of rows in the cache."""
-        return int(self.text.cache.get_seq_length())
+        return int(self.cached.cache.get_seq_length())
 
     @property
     def shown(self) -> Tensor | None:
@@ -119,11 +119,11 @@ class TargetContext:
         num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
         if (rows := cache.get_seq_length()) == num_tokens:
             return None
-        if self.text.held >= num_tokens:
+        if (before := self.cached.num_tokens) >= num_tokens:
             return (
-                f"The cache held {self.text.held} tokens already, and the prompt has {num_tokens}, so the prompt's "
+                f"The cache held {before} tokens already, and the prompt has {num_tokens}, so the prompt's "
                 "last token has been read twice, and the places in a token tree are not known. Give a cache without "
-                f"that token, cache.crop({num_tokens - 1 - self.text.held}), or draft chains (tree=False)."
+                f"that token, cache.crop({num_tokens - 1 - before}), or draft chains (tree=False)."
             )
         return (
             f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
@@ -133,12 +133,12 @@ class TargetContext:
     def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
         """Arguments of a forward pass over the pending tokens, the last token of `input_ids` `[1, length]` and the
         candidates. With `has_mask` the caller makes the mask."""
-        self.text.begin_round()
+        self.cached.begin_round()
         count = len(candidates)
         tokens = input_ids
         if count:
             tokens = torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)
-        self.width = self.text.pending + count + 1
+        self.width = self.cached.pending + count + 1
         if self._spare <= count:  # all candidates may be accepted, and a token follows
             # Columns are made for many rounds at once, and each round takes a slice.
             self._spare = max(count + 1, COLUMNS_AHEAD)
@@ -162,15 +162,15 @@ class TargetContext:
         position = inputs["position_ids"][..., 0]
         ancestors, depths = ancestors.to(self._device), depths.to(self._device)
         shown = self.shown if self.is_masked else None
-        mask = tree_mask(self.target, self.text.cache, ancestors, depths, self.text.held, shown)
+        mask = tree_mask(self.target, self.cached.cache, ancestors, depths, self.cached.num_tokens, shown)
         return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Commit a pass over `num_candidates`: the `kept` emitted tokens stay, in a tree those on `path`. As in plain
         generation, the last emitted token is not in the cache. `outputs` are those of the forward."""
-        if self.changes or self.text.cache is None:  # the forward may have replaced the cache
+        if self.changes or self.cached.cache is None:  # the forward may have replaced the cache
             self._adopt(cache_among(outputs))
-        self.text.commit(kept, num_candidates + 1, path)
+        self.cached.commit(kept, num_candidates + 1, path)
         if self._spare:
             self._spare -= kept
             self.model_kwargs = without_last(self._longer, self._spare)
@@ -181,22 +181,22 @@ class TargetContext:
 
     def grow(self, count: int) -> None:
         """Count `count` more tokens as cached, which captured passes have read."""
-        self.text.held += count
+        self.cached.num_tokens += count
         self.model_kwargs = self._longer = extended(self.model_kwargs, count)
         self._spare = 0
 
     def _adopt(self, cache: Any) -> None:
         """Replace the cache by that of a forward: Phi-3 makes a new one when its rotary frequencies change."""
-        if cache is self.text.cache:
+        if cache is self.cached.cache:
             return
         cache.activate_past_recording()
-        self.text = GrowingContext(cache)
+        self.cached = GrowingContext(cache)
         own = {cache_argument(self.target): cache}
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
     def read_pending(self, input_ids: Tensor) -> None:
         """Read pending tokens at the end of `input_ids` `[1, length]`, so that the cache can be reused."""
-        if pending := self.text.pending:
+        if pending := self.cached.pending:
             inputs = self.target.prepare_inputs_for_generation(
                 input_ids[:, :-1],
                 next_sequence_length=pending,
@@ -204,11 +204,11 @@ class TargetContext:
                 **without_last(self.model_kwargs, 1),
             )
             self.target(**inputs, return_dict=True)
-            self.text.commit(pending, of=pending)
+            self.cached.commit(pending, of=pending)
 
     def roll_back(self) -> None:
         """Called after an exception: crops the cache, possibly the user's own, to the emitted tokens."""
-        self.text.roll_back()
+        self.cached.roll_back()
 
     def end(self) -> None:
         """Called last: the cache stops recording for roll-backs, and can be reused."""
@@ -221,16 +221,16 @@ def has_usual_inputs(target: CausalLM) -> bool:
     return type(target).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
-def reading_again(prefix: TargetContext, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
+def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
     """A function `read(ids, count)` for `Trial`: one pass over `count` tokens of the later sequence `ids`, from the
     last token of `text` `[1, length]` on, in a copy of the cache as it is now. `read` returns logits `[count, vocab]`
     and the copy. With `as_tree` each token after the first has a sibling."""
-    target, model_kwargs, held = prefix.target, prefix.model_kwargs, SavedCache(prefix.cache)
+    target, model_kwargs, saved = context.target, context.model_kwargs, SavedCache(context.cache)
     device, last, length = input_device(target), int(text[0, -1]), text.shape[1]
 
     @torch.no_grad()
     def read(ids: Tensor, count: int) -> tuple[Tensor, Any]:
-        copied = TargetContext(target, model_kwargs | {cache_argument(target): held.copied()})
+        copied = TargetContext(target, model_kwargs | {cache_argument(target): saved.copied()})
         tree, node, tokens = DraftTree(last), 0, ids[0, length : length + count - 1]
         for token in tokens.tolist():
             if as_tree:
@@ -241,7 +241,7 @@ def reading_again(prefix: TargetContext, text: Tensor, as_tree: bool) -> Callabl
         inputs = copied.tree_inputs(text, tree_pass) if as_tree else copied.chain_inputs(text, tokens)
         with keeping_generators(device):
             logits = target(**inputs, return_dict=True).logits[0, -len(tree) - 1 :]
-        copied.text.commit(count, len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
+        copied.cached.commit(count, len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
         return logits[rows], copied.cache
 
     return read
@@ -257,17 +257,17 @@ class SingleTarget(TargetSide):
     ) -> None:  # fmt: skip
         super().__init__(model, [text], config)
         self.text, self.stats, self.foreign = text, text.stats, foreign
-        self.prefix = TargetContext(model, self.states.asked_for(model_kwargs))
-        self.generator.session.bind_cache(self.prefix)
+        self.context = TargetContext(model, self.states.requesting(model_kwargs))
+        self.generator.session.bind_cache(self.context)
         self.trial: Trial | None = None
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        prefix = self.prefix
-        outputs = self.states.catch(self.model._prefill, input_ids, self.config, prefix.model_kwargs)
+        context = self.context
+        outputs = self.states.catch(self.model._prefill, input_ids, self.config, context.model_kwargs)
         cache = cache_among(outputs)
         check_prompt(outputs)
-        check_numbers(self.model, outputs.logits, prefix.model_kwargs.get("attention_mask"))
-        reason = prefix.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
+        check_numbers(self.model, outputs.logits, context.model_kwargs.get("attention_mask"))
+        reason = context.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
         if reason and self.foreign is None:  # foreign passes are checked by the trial
             self.generator.method.refuse(reason)
         # After the prompt, because a recording sliding-window layer would keep all of its tokens.
@@ -276,77 +276,77 @@ class SingleTarget(TargetSide):
 
     def begin_texts(self, texts: Sequence[OutputText]) -> None:
         if texts and self.foreign is not None:
-            again = reading_again(self.prefix, self.text.ids, self.generator.method.for_trees)
+            again = reader_again(self.context, self.text.ids, self.generator.method.for_trees)
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
         super().begin_texts(texts)
 
-    def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
-        self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
+    def prepare(self, texts: Sequence[OutputText]) -> None:
+        self.stats.rounds_at_change += self.context.is_at_change(self.text.ids)
         if self.trial is None:  # no additional passes while hooks or patches are on trial
             self.time_one_token()
 
     @property
     def forward_arguments(self) -> dict[str, Any]:
-        return self.prefix.model_kwargs
+        return self.context.model_kwargs
 
     def enter(self, passes: CapturedTarget) -> None:
-        prefix = self.prefix
+        context = self.context
         self.time_one_token()  # a pass without graphs, to compare speeds with
         passes.watch(self.generator.setup.drafter.reads)
-        shown = None if prefix.shown is None else prefix.shown[None]
-        passes.begin_texts(prefix.cache, prefix.rows, shown, prefix.position)
+        shown = None if context.shown is None else context.shown[None]
+        passes.begin_texts(context.cache, context.rows, shown, context.position)
 
-    def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:  # noqa: ARG002
-        inputs = self.prefix.chain_inputs(self.text.ids, tokens[0, 1:])
+    def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
+        inputs = self.context.chain_inputs(self.text.ids, tokens[0, 1:])
         logits: Tensor = self.model(**inputs, return_dict=True).logits
-        self.prefix.roll_back()
+        self.context.roll_back()
         return logits
 
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:  # noqa: ARG002
+    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
         return [not self.text.finished]
 
-    def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:  # noqa: ARG002
-        passes.text.cache.write(self.prefix.cache, passes.text.held)
-        self.prefix.grow(passes.text.held - self.prefix.text.held)
+    def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
+        passes.context.cache.write(self.context.cache, passes.context.num_tokens)
+        self.context.grow(passes.context.num_tokens - self.context.cached.num_tokens)
 
     def max_candidates(self, text: OutputText) -> int | None:
         # Reading many pending tokens in every round is slower than one round without candidates, which commits them.
-        if self.prefix.text.pending >= MOST_PENDING:
+        if self.context.cached.pending >= MOST_PENDING:
             return 0
-        room = self.prefix.most_candidates(text.ids) if self.prefix.changes else None
+        room = self.context.most_candidates(text.ids) if self.context.changes else None
         tried = None if self.trial is None else self.trial.max_candidates
         return tried if room is None else room if tried is None else min(room, tried)
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
-        prefix, input_ids, tree = self.prefix, each.text.ids, each.tree
-        held = None if self.trial is None else SavedCache(prefix.cache)
+        context, input_ids, tree = self.context, each.text.ids, each.tree
+        saved = None if self.trial is None else SavedCache(context.cache)
         if isinstance(tree, Chain):
-            inputs = prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
+            inputs = context.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
         else:
-            inputs = prefix.tree_inputs(input_ids, each.rows)
+            inputs = context.tree_inputs(input_ids, each.rows)
         work, clock = self.work_clock(), time.perf_counter()
         if self.states.are_read:
             each.outputs = self.states.catch(self.model, **inputs, return_dict=True)
         else:
             each.outputs = self.model(**inputs, return_dict=True)
-        each.width = prefix.width
+        each.width = context.width
         if self.device.type == "cpu":
-            self.took = each.width, self.work_clock() - work, time.perf_counter() - clock
-        if (mark := prefix.text.mark) is not None:
-            self.stats.state_bytes = mark.num_bytes
-        if held is not None and self.trial is not None and not held.grew_by(each.width):
+            self.timed_pass = each.width, self.work_clock() - work, time.perf_counter() - clock
+        if (point := context.cached.rollback_point) is not None:
+            self.stats.state_bytes = point.num_bytes
+        if saved is not None and self.trial is not None and not saved.grew_by(each.width):
             self.trial.refuse("the cache does not grow by the tokens of each pass")
             if len(tree):  # no token of the pass was emitted yet
-                held.roll_back()
+                saved.roll_back()
                 each.tree, each.rows = (alone := Chain()), TreePass(alone)
                 self.read(rounds)
 
     def commit(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
         kept, path = each.emitted
-        self.take_states(each, self.prefix.text.pending)
-        self.prefix.settle(each.outputs, kept, len(each.tree), path)
+        self.take_states(each, self.context.cached.pending)
+        self.context.settle(each.outputs, kept, len(each.tree), path)
         if self.trial is not None and not each.is_prompt:
             self._compare(self.trial, each)
 
@@ -372,29 +372,29 @@ class SingleTarget(TargetSide):
         logits, (kept, path) = each.outputs.logits[0, -len(each.tree) - 1 :], each.emitted
         if not self.text.finished:
             rows = slice(kept) if path is None else path.rows[:kept]
-            trial.record_pass(logits[rows], self.text.ids, self.prefix.cache)
+            trial.record_pass(logits[rows], self.text.ids, self.context.cache)
         if trial.passes.reason is not None and self.stats.refusal is None:
             self.stats.refusal = trial.passes.reason
             logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {trial.passes.reason}.")
 
     def time_one_token(self) -> None:
         """Time an additional pass over one token if its time cannot be derived from the rounds."""
-        prefix, ids = self.prefix, self.text.ids
-        tell_it = self.generator.is_paused and self.device.type == "cpu"
-        if not (tell_it or prefix.text.pending or prefix.is_at_change(ids)):
-            self.time_plain_pass(self.text, 1, lambda: prefix.chain_inputs(ids, []))
+        context, ids = self.context, self.text.ids
+        is_derived = self.generator.is_paused and self.device.type == "cpu"  # rounds are plain passes
+        if not (is_derived or context.cached.pending or context.is_at_change(ids)):
+            self.time_plain_pass(self.text, 1, lambda: context.chain_inputs(ids, []))
 
-    def complete(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
+    def complete(self, texts: Sequence[OutputText]) -> None:
         with self.generator.products:
-            self.prefix.read_pending(self.text.ids)
+            self.context.read_pending(self.text.ids)
 
     def roll_back(self) -> None:
-        self.prefix.roll_back()
+        self.context.roll_back()
 
     def end(self) -> None:
-        self.prefix.end()
+        self.context.end()
 
-    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:  # noqa: ARG002
+    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
             return self.text.ids
-        return self.text.records.output(self.text.ids, self.prefix.cache)
+        return self.text.records.output(self.text.ids, self.context.cache)

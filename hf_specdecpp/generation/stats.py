@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from hf_specdecpp.estimation.ledger import LOSES, PAYS, Speed, effect, verdict
 from hf_specdecpp.generation.counters import OF_TWO, Counters, add, ratio
 
-MUCH = 0.05  # share of a call's seconds, above which preparing is reported separately
+PREPARING_SHARE = 0.05  # share of a call's seconds, above which preparing is reported separately
 # A draft is suspect if less than this share of 30 or more first candidates is accepted, or none of 6 or more: rules may
 # soon stop drafting.
 TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
@@ -181,7 +181,7 @@ def outcome(stats: Counters) -> str:
             f"{stats.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
             "measured."
         )
-    prepares = stats.preparing_seconds > MUCH * stats.call_seconds
+    prepares = stats.preparing_seconds > PREPARING_SHARE * stats.call_seconds
     faster = stats.call_seconds / (stats.call_seconds - stats.preparing_seconds) if prepares else 1.0
     passes = stats.speedup / stats.same_pass_speedup
     # A round takes at least one pass, so counts bound the gain; timings vary on a busy machine.
@@ -230,7 +230,7 @@ def _why_not(stats: Counters) -> str:
     if dearest == draft:
         slow = f"one of its tokens costs {draft * stats.rounds / stats.drafted:.2f} target passes"
         return f"{reason} The draft is too slow: {slow}."
-    ways = _told(stats, throughput=FEWER)
+    ways = _remedies_of(stats, throughput=FEWER)
     return f"{reason} Verifying several tokens at once is expensive on this device.{ways}"
 
 
@@ -238,11 +238,11 @@ def _better_draft(stats: Counters) -> str:
     """A sentence that the draft is not good enough, and remedies that the assistant does not use yet."""
     parts = [what for name, what in (("training", "it"), ("head", "a head")) if name in stats.remedies]
     train = f" Train {' and '.join(parts)}: specdecpp train." if parts else ""
-    others = _told(stats, throughput=FEWER, draft="A draft proposes candidates where nothing is found")
+    others = _remedies_of(stats, throughput=FEWER, draft="A draft proposes candidates where nothing is found")
     other = train + others or " Another one may be, or one that is trained on texts like these."
     return f"The {'text' if 'draft' in stats.remedies else 'draft'} is not good enough for this target.{other}"
 
 
-def _told(stats: Counters, **ways: str) -> str:
+def _remedies_of(stats: Counters, **ways: str) -> str:
     """The sentences of `ways` whose names are in `stats.remedies`."""
     return "".join(f" {way}." for name, way in ways.items() if name in stats.remedies)

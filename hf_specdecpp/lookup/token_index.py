@@ -278,7 +278,7 @@ class TextLookup:
                     alive = [each for each, token in zip(alive, next_ones, strict=True) if token == best]
                 tokens.append(best)
             classes += classes_of(range(longest + place, longest + len(tokens)), agree, total)
-        count = self._sayable(tokens)
+        count = self._num_proposable(tokens)
         return Continuation(tokens[:count], classes[:count])
 
     def _pieces(self, matches: list[Matches], least: int, most: int, after: Sequence[int]) -> list[list[int]]:
@@ -302,7 +302,7 @@ class TextLookup:
             last = token
         return matches
 
-    def _sayable(self, tokens: list[int]) -> int:
+    def _num_proposable(self, tokens: list[int]) -> int:
         """Number of leading tokens that may be proposed."""
         if not tokens or (min(tokens) >= 0 and max(tokens) < self.vocab_size and self.never.isdisjoint(tokens)):
             return len(tokens)

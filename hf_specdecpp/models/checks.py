@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, QuantizedCache
 from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument
 from hf_specdecpp.models.quantised import quantised_activations
 
-WITHOUT = "Generate without an assistant"
+WITHOUT_ASSISTANT = "Generate without an assistant"
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -24,7 +24,7 @@ def check_target(target: CausalLM, recurrent: bool = False) -> None:
     # During generation a PEFT model sets its own method on the model inside.
     base_model(getattr(target.prepare_inputs_for_generation, "__self__", target))
     if (reason := _no_assistance(target, recurrent)) is not None:
-        raise ValueError(f"{name} {reason}. {WITHOUT}.")
+        raise ValueError(f"{name} {reason}. {WITHOUT_ASSISTANT}.")
 
 
 def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
@@ -87,7 +87,7 @@ def check_cache(cache: object) -> None:
     if not isinstance(cache, Cache):
         raise ValueError(
             f"The target keeps no key-value cache of transformers ({type(cache).__name__}), so candidates cannot be "
-            f"verified and taken back. {WITHOUT}."
+            f"verified and taken back. {WITHOUT_ASSISTANT}."
         )
     if isinstance(cache, QuantizedCache | EncoderDecoderCache):
         raise ValueError(

@@ -231,11 +231,11 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
     modules = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
     homes: list[Any] = [torch, Tensor, functional, sdpa_attention, *map(sys.modules.__getitem__, sorted(modules))]
     for home in homes:
-        held: Any = vars(home)
+        own: Any = vars(home)
         count, names, functions = _unchanged.get(home, (0, [], []))
-        if count == len(held) and list(map(held.get, names)) == functions:
+        if count == len(own) and list(map(own.get, names)) == functions:
             continue
-        known = {name: code for name, code in list(held.items()) if callable(code) and not isinstance(code, ModuleType)}
+        known = {name: code for name, code in list(own.items()) if callable(code) and not isinstance(code, ModuleType)}
         if home is torch:
             known = {name: code for name, code in known.items() if name in OPERATIONS}
         others = [
@@ -246,7 +246,7 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
         ]
         yield from others
         if not others:
-            _unchanged[home] = len(held), list(known), list(known.values())
+            _unchanged[home] = len(own), list(known), list(known.values())
 
 
 def active_modes() -> list[Any]:

@@ -165,7 +165,7 @@ def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:
         return None
     try:
         return _load_tokenizer(name_or_path)
-    except Exception:  # noqa: BLE001 - any reason for not having it means that there is nothing to compare
+    except Exception:  # noqa: BLE001 - without a tokenizer, for whatever reason, nothing is compared
         return None
 
 

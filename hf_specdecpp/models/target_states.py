@@ -79,13 +79,14 @@ class TargetStates:
                 self._numbers = state_numbers(reader, self._decoder.config.num_hidden_layers)
         self.are_read = reader is not None
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
+        self._passes = 0  # ended since the states were cleared
         self._handles: list[Any] = []
 
-    def give(self, states: list[Tensor]) -> None:
+    def set_states(self, states: list[Tensor]) -> None:
         """Set the states `[1, n, size]` of a pass captured as a CUDA graph, in the order of `reads`."""
         self._caught = [[each] for each in states]
 
-    def asked_for(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def requesting(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """`model_kwargs`, plus the request to return the states if the target is compiled."""
         if not self._numbers or model_kwargs.get("output_hidden_states"):  # all of them
             return model_kwargs
@@ -119,7 +120,7 @@ class TargetStates:
         self.clear()
         for module, caught in zip(self._modules, self._caught, strict=True):
             self._handles.append(module.register_forward_hook(_keeper(caught, get_ident())))
-        self._handles.append(self._decoder.register_forward_hook(_end_of_pass(self._caught, get_ident())))
+        self._handles.append(self._decoder.register_forward_hook(self._end_of_pass(get_ident())))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +128,20 @@ class TargetStates:
             handle.remove()
         self._handles.clear()
 
+    def _end_of_pass(self, thread: int) -> Any:
+        """A hook of the decoder that keeps the last state per layer and pass. A layer that runs in a loop (Dory) has
+        several."""
+
+        def keep_last(*_: object) -> None:
+            if get_ident() == thread:
+                for caught in self._caught:
+                    caught[self._passes :] = caught[-1:]
+                self._passes += 1
+
+        return keep_last
+
     def clear(self) -> None:
+        self._passes = 0
         for caught in self._caught:
             caught.clear()
 
@@ -196,18 +210,3 @@ def _keeper(caught: list[Tensor], thread: int) -> Any:
         caught.append(state_of(module, output))
 
     return keep
-
-
-def _end_of_pass(caught: list[list[Tensor]], thread: int) -> Any:
-    """A hook of the decoder that keeps one state of each layer per pass, the last. Layers that run in a loop (Dory)
-    have several."""
-    passes = 0
-
-    def keep_last(*_: object) -> None:
-        nonlocal passes
-        if get_ident() == thread:
-            for states in caught:
-                states[passes:] = states[-1:]
-            passes += 1
-
-    return keep_last

@@ -128,7 +128,7 @@ class AsPlain(TorchRandomness):
     def bernoulli(self, probability: float) -> bool:
         return probability > 0.0
 
-    def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:  # noqa: ARG002
+    def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
         return 0, int(self.categorical(weights[0]))
 
 

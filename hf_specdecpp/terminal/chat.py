@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.cached_context import num_rows
-from hf_specdecpp.choosing import as_told
+from hf_specdecpp.choosing import for_command
 from hf_specdecpp.cli_options import ChatConfig, DraftChoice
 from hf_specdecpp.draft_kinds.known import describe
 from hf_specdecpp.generation.stats import SpeculationStats
@@ -38,7 +38,7 @@ def run(config: ChatConfig, console: Console) -> None:
     with console.status(f"loading {config.target}"):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         model, tokenizer = load_model(config.target, device=accelerator or "cpu"), load_tokenizer(config.target)
-        assistant = as_told(model, config, default=True)
+        assistant = for_command(model, config, default=True)
     chat = Chat(model, tokenizer, assistant, config, console)
     chat.say(facts(model, assistant, config))
     if tokenizer.chat_template is None:
@@ -73,7 +73,7 @@ class Chat:
     def reset(self) -> None:
         self.messages: list[dict[str, str]] = []
         self._cache: Cache | None = None
-        self._held: list[int] = []  # tokens in the cache
+        self._cached_ids: list[int] = []  # tokens in the cache
 
     def talk(self) -> None:
         """Answer messages and run commands until the messages end, or `/quit`."""
@@ -124,8 +124,8 @@ class Chat:
                 f"The conversation is {len(ids)} tokens long, and the model reads {longest}. /reset begins a new one."
             )
         self.how.max_new_tokens = int(min(self.max_new_tokens, longest - len(ids)))
-        cache, held, self._cache, self._held = self._cache, self._held, None, []
-        fits = cache is not None and num_rows(cache) == len(held) and ids[: len(held)] == held != ids
+        cache, cached_ids, self._cache, self._cached_ids = self._cache, self._cached_ids, None, []
+        fits = cache is not None and num_rows(cache) == len(cached_ids) and ids[: len(cached_ids)] == cached_ids != ids
         input_ids = torch.tensor([ids], device=input_device(self.model))
         output: Any = self.model.generate(
             input_ids, attention_mask=torch.ones_like(input_ids), generation_config=self.how, streamer=shown,
@@ -133,7 +133,7 @@ class Chat:
         )  # fmt: skip
         sequence = output.sequences[0].tolist()
         if self.how.cache_implementation is None:
-            self._cache, self._held = cache_among(output), sequence[:-1]  # the last token is not in the cache
+            self._cache, self._cached_ids = cache_among(output), sequence[:-1]  # the last token is not in the cache
         return len(sequence) - len(ids)
 
     def _messages(self) -> Iterator[str]:

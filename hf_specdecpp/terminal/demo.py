@@ -16,7 +16,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import as_told
+from hf_specdecpp.choosing import for_command
 from hf_specdecpp.cli_options import DemoConfig
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.stats import SpeculationStats
@@ -61,7 +61,7 @@ def run(config: DemoConfig, console: Console) -> None:
         raise PermissionError(f"The picture {str(file)!r} cannot be written. Name a file in a folder that is yours.")
     with console.status(f"loading {config.target}"):
         model, tokenizer = load_model(config.target), load_tokenizer(config.target)
-        assistant = as_told(model, config, tree=config.tree)
+        assistant = for_command(model, config, tree=config.tree)
         demo = Demo(model, tokenizer, assistant, config.max_new_tokens, console)
         demo.warm_up()
     console.print(facts(model, assistant, config), INTRODUCTION, sep="\n", soft_wrap=True)
@@ -95,8 +95,8 @@ def run(config: DemoConfig, console: Console) -> None:
     console.print("", table, "", sep="\n")
     draft = config.flags(assistant.kind.name)
     console.print(f"Measure more: specdecpp bench --target {config.target} {draft} --quick", soft_wrap=True)
-    said = f"{gain(compared):.2f} times as fast as plain generate(), in CPU time"
-    console.print(said, style="bold", soft_wrap=True)
+    speed = f"{gain(compared):.2f} times as fast as plain generate(), in CPU time"
+    console.print(speed, style="bold", soft_wrap=True)
 
 
 @dataclass
@@ -142,8 +142,8 @@ class Demo:
             assistant_model=assistant, streamer=listener,
         )  # fmt: skip
         seconds, clock = time.process_time() - listener.begin, time.perf_counter() - begin
-        said = listener.tokens(self.tokenizer, None if assistant is None else assistant.stats)
-        return Answer(said, seconds, clock, output[0, len(ids) :].tolist())
+        tokens = listener.tokens(self.tokenizer, None if assistant is None else assistant.stats)
+        return Answer(tokens, seconds, clock, output[0, len(ids) :].tolist())
 
     def _compare(self, prompt: list[int], plain: list[int], assisted: list[int]) -> None:
         """Print whether two answers are equal, and whether rounding explains a difference."""
@@ -152,7 +152,7 @@ class Demo:
             return
         found = explain_parting(self.model, prompt, plain, assisted)
         texts = ["the end" if token is None else repr(self.tokenizer.decode([token])) for token in found["tokens"]]
-        said = f"different from token {found['place']} on: plain {texts[0]}, assisted {texts[1]}"
+        message = f"different from token {found['place']} on: plain {texts[0]}, assisted {texts[1]}"
         tied = f", nearly tied, and {str(self.model.dtype)[6:]} rounds either way" if found["near_tie"] else ""
-        self.console.print(said + tied, style="yellow" if tied else "red", soft_wrap=True)
+        self.console.print(message + tied, style="yellow" if tied else "red", soft_wrap=True)
         self.wrong += not tied

@@ -38,7 +38,7 @@ class Token:
 class Answer:
     """The tokens of an answer, its seconds including the prompt's pass, seconds by another clock, and token ids."""
 
-    said: Sequence[Token]
+    tokens: Sequence[Token]
     seconds: float
     by_clock: float = 0.0
     ids: Sequence[int] = ()
@@ -46,7 +46,7 @@ class Answer:
     @property
     def rate(self) -> str:
         """Length and speed, such as "64 tokens in 2.31 s, 27.7 tokens/s"."""
-        count = len(self.said)
+        count = len(self.tokens)
         return f"{count} tokens in {self.seconds:.2f} s, {count / self.seconds:.1f} tokens/s"
 
 
@@ -120,7 +120,7 @@ def without_controls(text: str) -> str:
 
 def coloured(answer: Answer) -> Text:
     """The text of an answer, with accepted candidates in green."""
-    styles = ((without_controls(token.text), "green" if token.accepted else "") for token in answer.said)
+    styles = ((without_controls(token.text), "green" if token.accepted else "") for token in answer.tokens)
     return Text.assemble(*styles)
 
 
@@ -166,8 +166,8 @@ def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str]
 def _written(answer: Answer, shown: dict[str, float]) -> Text:
     """The text of an answer with one colour per pass; the seconds of each colour are added to `shown`."""
     text, first = Text(overflow="fold"), len(shown)
-    times = list(dict.fromkeys(each.seconds for each in answer.said))
-    for token in answer.said:
+    times = list(dict.fromkeys(each.seconds for each in answer.tokens))
+    for token in answer.tokens:
         colour = _colour(GUESSED if token.accepted else CHOSEN, first + times.index(token.seconds))
         shown[colour] = token.seconds
         text.append(without_controls(token.text), colour)

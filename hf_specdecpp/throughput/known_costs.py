@@ -87,7 +87,7 @@ class KnownCosts:
             self._formed[kind] = self._form(self._by_length.get(kind, self.first))
         return self._formed[kind]
 
-    def follow(self, times: RoundTimes) -> list[tuple[int, int]]:
+    def update(self, times: RoundTimes) -> list[tuple[int, int]]:
         """Correct the costs after a sequence. Returns length class and width of passes that confirmed their cost."""
         taken: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
@@ -225,7 +225,7 @@ def length_class(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftWork:
     """The work of the draft in a round.
 
     Attributes:
@@ -262,14 +262,14 @@ class RoundTimes:
 
     clock: Callable[[], float]
     passes: dict[int, dict[int, list[float]]] = field(default_factory=dict)
-    drafts: dict[int, list[tuple[Drafting, float]]] = field(default_factory=dict)
+    drafts: dict[int, list[tuple[DraftWork, float]]] = field(default_factory=dict)
 
     def begin_round(self) -> None:
         """Called at the beginning of a round, before drafting."""
         self._begin = self._drafted = self.clock()
-        self._drafting: Drafting | None = None
+        self._drafting: DraftWork | None = None
 
-    def drafted(self, drafting: Drafting | None) -> None:
+    def drafted(self, drafting: DraftWork | None) -> None:
         """Called after drafting; `None` if its time is not typical and must not be used."""
         self._drafted = self.clock()
         self._drafting = drafting if drafting is not None and drafting.read <= MOST_READ else None
@@ -313,7 +313,7 @@ def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
     return assumed.scaled(unit, (typical(ratios) if ratios else None) or unit)
 
 
-def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Sequence[tuple[Drafting, float]]) -> Costs:
+def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Sequence[tuple[DraftWork, float]]) -> Costs:
     """Costs corrected by the times of a sequence.
 
     With n rounds of a width the new cost is `old * (median / old) ** (n / (n + 3))`, changed by at most a factor of 2.
@@ -338,7 +338,7 @@ def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Seque
     return _corrected_drafting(replace(costs, verify=tuple(verify)), drafts)
 
 
-def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) -> Costs:
+def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[DraftWork, float]]) -> Costs:
     """Costs with drafting corrected: first by a common factor, then divided between `start` and `draft` (a step).
 
     Example: start and step cost 1 and 2 ms. Drafts of 1 and 3 steps took 4 and 8 ms, very often. The line through these

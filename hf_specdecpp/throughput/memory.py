@@ -76,7 +76,7 @@ class Memory:
 
     def clear(self) -> None:
         """Delete statistics, latest choices and earlier answers, so that a seeded run can be repeated."""
-        self.successors: WeakKeyDictionary[CausalLM, NgramCorrections] = WeakKeyDictionary()
+        self.corrections: WeakKeyDictionary[CausalLM, NgramCorrections] = WeakKeyDictionary()
         self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
         self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
         self.answers.clear()
@@ -120,11 +120,11 @@ class Memory:
         """Statistics of lookups for an `owner` and one way of sampling; new if missing."""
         return _latest(self.lookups.setdefault(owner, {}), _sampling(how), LearnedOfLookups)
 
-    def recall_successors(self, target: CausalLM, num_ids: int, device: torch.device) -> NgramCorrections:
+    def recall_corrections(self, target: CausalLM, num_ids: int, device: torch.device) -> NgramCorrections:
         """The target's latest choices after each of `num_ids` token ids, on the draft's device; new if missing."""
-        known = self.successors.get(target)
+        known = self.corrections.get(target)
         if known is None or known.made_for != (num_ids, device):
-            known = self.successors[target] = NgramCorrections(num_ids, device)
+            known = self.corrections[target] = NgramCorrections(num_ids, device)
         return known
 
     def plan(self, config: SpeculationConfig, decisions: Decisions, rounds: Rounds, how: GenerationConfig) -> Plan:

@@ -26,7 +26,7 @@ from hf_specdecpp.trees.tree import DraftTree
 
 PROBE_SHARE = 0.005  # of the time of rounds without candidates, for probes
 MOST_CREDIT = 5.0  # plain passes, the largest credit for probes
-FOLLOWED = 1.5  # plain passes: credit, above the price of a probe, with which a draft reads a sequence
+READ_CREDIT = 1.5  # plain passes: credit, above the price of a probe, with which a draft reads a sequence
 TRIED, TRIALS = 2, 2  # lengths of chains that a sequence tries at most, and rounds of each
 CLEAR_GAIN = 1.3  # over plain decoding; above it the cost of a pass over one token matters little
 TRIED_AGAIN = 16  # sequences during which a confirmed cost is not tried
@@ -51,30 +51,30 @@ class Plan:
         costs: costs at the current sequence length; `verify`: `[most + 1]` seconds of passes over 0, 1, ... candidates.
         seconds: `[most + 1]`, of rounds with chains of 0, 1, ... candidates.
         credit (plain passes): that probes may lose now; negative after a probe that lost more than the credit.
-        earned: tokens and time of rounds with candidates.
+        ledger: tokens and time of rounds with candidates.
         rounds: number of rounds with candidates.
         rate: tokens per second of rounds with candidates.
-        trials: chain lengths that the next rounds of the sequence try; `asked`: requested trials of the next sequence.
+        trials: chain lengths that the next rounds of the sequence try; `requested`: those of the next sequence.
     """
 
     least_gain, tries_to = LEAST_GAIN, MOST_CANDIDATES
 
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self.known, self.most, self.rates = known, most, rates or AcceptanceRates()
-        self.credit, self.earned, self.rounds = MOST_CREDIT, Ledger(LASTING), 0
+        self.credit, self.ledger, self.rounds = MOST_CREDIT, Ledger(LASTING), 0
         self._kind = 0  # the sequence's length class
-        self.asked, self.trials = list[int](), list[int]()
+        self.requested, self.trials = list[int](), list[int]()
         self._texts, self._is_new = 0, True  # number of sequences; whether the current one has had no round
         self._confirmed: dict[tuple[int, int], int] = {}  # by length class and width: the latest sequence
         self._is_stale = True  # whether `_fit` has to run
-        self._reckon_with(known.at(0))
-        self._catch_up()
+        self._use_costs(known.at(0))
+        self._fit_if_stale()
 
-    def _reckon_with(self, costs: Costs) -> None:
+    def _use_costs(self, costs: Costs) -> None:
         self.costs, self.verify = costs, costs.verify_seconds(self.most)
         self.seconds = costs.round_seconds(self.most)
-        self.plain = self.earned.plain = costs.pass_seconds
-        self.earned.prices = np.append(self.verify + costs.overhead + costs.start, [costs.draft, costs.branch])
+        self.plain = self.ledger.plain = costs.pass_seconds
+        self.ledger.prices = np.append(self.verify + costs.overhead + costs.start, [costs.draft, costs.branch])
         self.rate = 0.0
         self._is_stale = True
 
@@ -93,18 +93,18 @@ class Plan:
         """Called before the first round of a sequence."""
         self._texts, self._is_new, self.trials = self._texts + 1, True, []
 
-    def follow(self, length: int) -> None:
+    def set_length(self, length: int) -> None:
         """Use the costs at this sequence length; called before each round. The first may begin trials."""
         kind = length_class(length)
         is_new = self._is_new or kind != self._kind
         self._is_new, self._kind = False, kind
         if (costs := self.known.at(length)) is not self.costs:
-            self._reckon_with(costs)
-        self._catch_up()  # here, outside of the timed part of the round, because fitting takes time
+            self._use_costs(costs)
+        self._fit_if_stale()  # here, outside of the timed part of the round, because fitting takes time
         if is_new and self.known.follows:
-            self.trials, self.asked = self.asked or self._worth_trying(), []
+            self.trials, self.requested = self.requested or self._trial_lengths(), []
 
-    def _worth_trying(self) -> list[int]:
+    def _trial_lengths(self) -> list[int]:
         """Chain lengths to try: not confirmed in the last 16 sequences, and faster than now if their pass took the time
         of the cheapest. At most two, the best first, two rounds each; length 0, to which all are compared, comes first
         unless the gain is clear. Empty for the first five sequences."""
@@ -125,9 +125,9 @@ class Plan:
     def end_text(self, times: RoundTimes) -> None:
         """Update the costs by the timed rounds of a sequence that has ended."""
         was_assumed = self.known.is_assumed
-        self._confirmed |= dict.fromkeys(self.known.follow(times), self._texts)
+        self._confirmed |= dict.fromkeys(self.known.update(times), self._texts)
         if was_assumed:  # costs were in passes and are in seconds now
-            self._reckon_with(self.known.at(0))
+            self._use_costs(self.known.at(0))
 
     @property
     def price(self) -> float:
@@ -146,13 +146,13 @@ class Plan:
 
     def leaves_to_target(self, length: int) -> bool:
         """Whether a sequence of this length, which the draft has not read, is generated without the draft."""
-        self.follow(length)
-        is_worth_probing = self.credit * self.plain >= self._price(length) + FOLLOWED * self.plain
+        self.set_length(length)
+        is_worth_probing = self.credit * self.plain >= self._price(length) + READ_CREDIT * self.plain
         return not (self.pays or is_worth_probing or any(self.trials))
 
     def should_draft(self, unread: int) -> bool:
         """Whether a round has candidates. `unread`: tokens that the draft has to read first."""
-        self._catch_up()
+        self._fit_if_stale()
         return self.most > 0 and (self.pays or self.credit * self.plain >= self._price(unread))
 
     def _price(self, unread: int) -> float:
@@ -161,7 +161,7 @@ class Plan:
             self.costs.read * unread + self.costs.tree_seconds(1, 1, float(self.verify[min(1, self.most)])) - self.plain
         )
 
-    def pause(self) -> None:
+    def record_empty_round(self) -> None:
         """Called after a round without candidates: adds to the credit, without bound, so any probe gets affordable."""
         self.credit += PROBE_SHARE
 
@@ -177,19 +177,19 @@ class Plan:
         self.credit = min(self.credit + saved, MOST_CREDIT)
         taken = np.zeros(self.most + 3)
         taken[[candidates, -2, -1]] = 1.0, passes, read - passes
-        self.earned.record_round(tokens, taken)
-        self.rate = max(self.earned.rate, self.earned.promise)
+        self.ledger.record_round(tokens, taken)
+        self.rate = max(self.ledger.rate, self.ledger.promise)
         self.rounds += 1
 
-    def _catch_up(self) -> None:
+    def _fit_if_stale(self) -> None:
         if self._is_stale:
             self._fit()
             self._is_stale = False
 
     def _fit(self) -> None:
         """Recompute everything that depends on rates and costs."""
-        self.earned.promise = float((self.tokens() / self.seconds).max())  # of the best constant chain length
-        self.rate = max(self.earned.rate, self.earned.promise)
+        self.ledger.promise = float((self.tokens() / self.seconds).max())  # of the best constant chain length
+        self.rate = max(self.ledger.rate, self.ledger.promise)
 
 
 class ChainPlan(Plan):
@@ -219,7 +219,7 @@ class ChainPlan(Plan):
 
     def record_chain(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
-            self.pause()
+            self.record_empty_round()
             return
         passes = -(-num_drafted // self.costs.block)
         self._settle(num_accepted + 1, num_drafted, passes, num_drafted, unread)
@@ -295,7 +295,7 @@ class Throughput(StoppingRule):
         self.begin_round()
 
     def begin_round(self) -> None:
-        self.stands, self.last, self.num_drafted = 1.0, NO_VERDICT, 0
+        self._survival, self.last, self.num_drafted = 1.0, NO_VERDICT, 0
         self.estimates: list[float] = []
         self.trial: int | None = None
 
@@ -310,9 +310,9 @@ class Throughput(StoppingRule):
         self.num_drafted += 1
         if signal is not None:
             self.estimates.append(signal)
-            self.stands *= self.plan.rates.calibrated(signal)
+            self._survival *= self.plan.rates.calibrated(signal)
             self.last = bin_of(signal)
-        return self.stands <= self.critical if self.trial is None else self.num_drafted >= self.trial
+        return self._survival <= self.critical if self.trial is None else self.num_drafted >= self.trial
 
     @property
     def critical(self) -> float:
@@ -321,14 +321,14 @@ class Throughput(StoppingRule):
 
     @property
     def survival(self) -> float | None:
-        return self.stands if self.trial is None else None
+        return self._survival if self.trial is None else None
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         self.plan.record_chain(self.estimates, self.unread, (drawn := tree.num_drawn), min(len(path), drawn))
 
 
 class BatchThroughput(Throughput):
-    """The rule for a row of a batch. Rows share passes, so all continue or none (`pays_to_go_on`), and all draft in a
+    """The rule for a row of a batch. Rows share passes, so all continue or none (`should_continue`), and all draft in a
     round or none (`BatchPlan.begin_batch`)."""
 
     plan: BatchPlan
@@ -347,4 +347,4 @@ class BatchThroughput(Throughput):
         candidates so far are accepted, and c the critical survival. A single sequence continues if S > c."""
         if self.trial is not None:
             return math.inf if self.num_drafted < self.trial else 0.0
-        return self.stands / max(self.critical, LEAST_CRITICAL)
+        return self._survival / max(self.critical, LEAST_CRITICAL)

@@ -115,7 +115,7 @@ class FastestShapes:
     def choose_shape(self) -> RoundShape:
         if self._probing:
             return self._probing.pop()
-        best = self.shapes[int(self._promised().argmax())]
+        best = self.shapes[int(self._expected_rates().argmax())]
         self._since += 1
         if self._since >= self._until_probe and len(self.shapes) > 1:
             self._since, self._until_probe = 0, min(2 * self._until_probe, PROBES[1])
@@ -123,7 +123,7 @@ class FastestShapes:
             return self._probing.pop() if self._probing else best
         return best
 
-    def _promised(self) -> np.ndarray:
+    def _expected_rates(self) -> np.ndarray:
         """`[shapes]`, expected tokens per second."""
         known = self.rates.expected_tokens(max(shape.levels for shape in self.shapes))
         gains = np.array([self.gains[shape].rate if shape in self.gains else 1.0 for shape in self.shapes])

@@ -43,14 +43,14 @@ class TreePlan(Plan, SlotValuation):
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # sums: further draws, 1 / t - 1, all draws, their a
         self.splits, self.mean_estimate = 2.0, 0.5
-        self.unread, self.room, self.saved = 0, most, 0.0
+        self.unread, self.limit, self.saved = 0, most, 0.0
         self.trial, self.refused = cast("int | None", None), ""
         super().__init__(known, most, rates or AcceptanceRates(bin_count=PRIOR_COUNT))
 
     @property
     def most_now(self) -> int:
         """The most nodes of the next tree."""
-        return min(FIRST_NODES << min(self.rounds, 10), self.room)
+        return min(FIRST_NODES << min(self.rounds, 10), self.limit)
 
     def rule(self, _estimator: Estimator) -> TreePlan:
         return self
@@ -134,7 +134,7 @@ class TreePlan(Plan, SlotValuation):
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         if tree.levels == 0:
-            self.pause()
+            self.record_empty_round()
             return
         self._settle(len(path) + 1, len(tree), tree.passes, len(tree.scores), self.unread)
         self._learn_shape(tree)

@@ -122,7 +122,7 @@ class HeadTrainer(Trainer):
         model: nn.Module,
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,  # noqa: ARG002 - `weighted_bce` normalises the loss
+        num_items_in_batch: Any = None,
     ) -> Any:
         if self.options.inputs == "before":
             hidden = F.dropout(inputs["hidden"].float(), self.options.dropout, training=model.training)

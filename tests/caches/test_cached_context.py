@@ -110,7 +110,7 @@ def test_a_batch_at_two_paces() -> None:
     layers: list[Any] = cache.cache.layers
     keys = layers[0].keys
     cache.commit(torch.tensor([1, 2]), of=torch.tensor([3, 2]))
-    assert (cache.valid.tolist(), cache.held.tolist()) == ([[True] * 5 + [False], [True] * 6], [5, 6])
+    assert (cache.valid.tolist(), cache.num_tokens.tolist()) == ([[True] * 5 + [False], [True] * 6], [5, 6])
     assert torch.equal(layers[0].keys, keys[:, :, :6])
     cache.select([0])
     cache.commit(torch.tensor([2]), of=torch.tensor([2]))

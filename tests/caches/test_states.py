@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.cached_context import GrowingContext
-from hf_specdecpp.caches.states import RollbackPoint, no_way_back
+from hf_specdecpp.caches.states import RollbackPoint, why_no_rollback
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.single_target import MOST_PENDING, TargetContext
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
@@ -131,7 +131,7 @@ def test_turns_beyond_a_window(family: str) -> None:
 def test_unknown_states_are_refused() -> None:
     """DeepSeek V4 compresses 128 tokens at a time, which no short trial reaches."""
     target = tiny_of("deepseek_v4", sliding_window=128, layer_types=["heavily_compressed_attention"] * 4)
-    assert (reason := no_way_back(target)) is not None
+    assert (reason := why_no_rollback(target)) is not None
     assert "keeps DeepseekV4HCACache in its cache" in reason
 
 
@@ -226,7 +226,7 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
 
     def check(self: TargetContext, *arguments: Any) -> None:
         settle(self, *arguments)
-        pending.add(self.text.pending)
+        pending.add(self.cached.pending)
         held, expected = self.cache.get_seq_length(), DynamicCache(config=target.config)
         with torch.no_grad():
             target(plain[:, :held], past_key_values=expected, use_cache=True)

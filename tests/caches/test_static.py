@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from support.targets.families import informed_draft, model_of
-from support.targets.models import prompt, quiet_later_layers, tiny, told
+from support.targets.models import configured, prompt, quiet_later_layers, tiny
 from support.targets.multimodal import multimodal
 from support.targets.outputs import RECORDS, assert_same
 from support.targets.static_caches import (
@@ -249,6 +249,6 @@ def test_refusals(make: Callable[[], CausalLM], own: Any, message: str) -> None:
     }  # fmt: skip
     options = {**OPTIONS, "past_key_values": caches[own]()} if own else STATIC
     draft = informed_draft(prompt(), target.config.get_text_config().vocab_size)
-    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **RULES["fixed"])
+    assistant = configured(SpecDecPPAssistant.from_draft(draft, target), **RULES["fixed"])
     with no_work(target), pytest.raises(ValueError, match=f"A static cache cannot be used here: .*{message}"):
         target.generate(prompt(), assistant_model=assistant, **options)

@@ -141,11 +141,11 @@ def test_mutants_are_noticed(owner: Any, name: str, mutant: Any, greedy: bool, m
 
 def forgets_nothing(draft: CapturedDraft, read: Any, tokens: torch.Tensor, states: Any) -> None:
     """What was emitted is read behind what the draft has read of candidates."""
-    draft.text.cache.length.add_(1)
-    FORGET(draft, read, tokens, states)
+    draft.context.cache.length.add_(1)
+    DROP(draft, read, tokens, states)
 
 
-FORGET = CapturedDraft._forget
+DROP = CapturedDraft._drop
 
 
 def sees_siblings(model: Any, room: Any, ancestors: Any, *rest: Any) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(("settings", "owner", "name", "mutant"), [
-    (CHAIN, CapturedDraft, "_forget", forgets_nothing),
+    (CHAIN, CapturedDraft, "_drop", forgets_nothing),
     (TREE, model_steps, "inputs_in_place", sees_siblings),
     (TREE, model_steps, "inputs_in_place", stands_behind_all),
 ], ids=["forgets nothing", "sees siblings", "stands behind all"])  # fmt: skip

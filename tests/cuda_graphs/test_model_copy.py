@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from hf_specdecpp.cuda_graphs import model_copy as copies
-from hf_specdecpp.cuda_graphs.fixed_cache import num_room_layers, why_not_rooms
+from hf_specdecpp.cuda_graphs.fixed_cache import num_cache_layers, why_not_copied
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import GROUPED, for_capture, grouped_attention
@@ -140,15 +140,15 @@ def test_what_cannot_be_captured_changes_nothing(read: Callable[[Tensor], Any]) 
 @torch.no_grad()
 def test_what_cannot_go_on_in_rooms() -> None:
     target = tiny("llama")
-    assert why_not_rooms(prefill(target, prompt(4))) is None
-    assert why_not_rooms(StaticCache(target.config, max_cache_len=8)) == "the text is in a StaticCache"
+    assert why_not_copied(prefill(target, prompt(4))) is None
+    assert why_not_copied(StaticCache(target.config, max_cache_len=8)) == "the text is in a StaticCache"
     shares = prefill(target, prompt(4))
     layer: Any = shares.layers[1]
     layer.keys = None
-    assert why_not_rooms(shares) == "layers share the keys of others"
+    assert why_not_copied(shares) == "layers share the keys of others"
     mixed = tiny_of("qwen3_5_text")
-    assert num_room_layers(mixed.config) is None
-    assert "keeps" in str(why_not_rooms(DynamicCache(config=mixed.config)))
+    assert num_cache_layers(mixed.config) is None
+    assert "keeps" in str(why_not_copied(DynamicCache(config=mixed.config)))
 
 
 @torch.no_grad()

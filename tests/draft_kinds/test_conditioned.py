@@ -155,8 +155,8 @@ def test_stale_candidates_are_noticed(reading: Making, drafted: list[Drafted], m
     assistant, begin = reading(target), DraftSession.read_verified
 
     def keeps(self: DraftSession, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        fed = min(num_accepted, self._fed_candidates)
-        self._fed_candidates -= fed
+        fed = min(num_accepted, self._num_read_candidates)
+        self._num_read_candidates -= fed
         begin(self, new_tokens[:, fed:], num_accepted, states[:, fed:] if states is not None else None)
 
     monkeypatch.setattr(DraftSession, "read_verified", keeps)

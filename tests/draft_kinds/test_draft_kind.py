@@ -10,7 +10,7 @@ from support.devices.pretend_devices import on_device, pretend_devices
 from support.files import dflash_files, dspark_files, gemma4_files, mtp_files
 from support.files.eagle3_files import VARIANTS as EAGLE3
 from support.files.repos import save_model
-from support.targets.models import assistant_of, partly_agreeing, prompt, tiny, told
+from support.targets.models import assistant_of, configured, partly_agreeing, prompt, tiny
 from support.targets.rounds_anew import Ear
 from support.targets.snapshots import hash_of, hooks_of
 from support.targets.watchers import Collector, tokenizer
@@ -105,7 +105,7 @@ def made(name: str, folder: Path, **settings: Any) -> Pair:
     """An assistant, and the target that it is attached to."""
     assistant, target = pair(name, folder / "draft")
     chosen: dict[str, Any] = {**(settings or FIXED), "lookup": assistant.speculation.lookup}
-    told(assistant, **chosen)
+    configured(assistant, **chosen)
     return assistant, target
 
 
@@ -228,7 +228,7 @@ def placed(assistant: SpecDecPPAssistant, target: CausalLM) -> Pair:
     settings = assistant.speculation.to_dict()
     if assistant.kind.name == "independent":
         draft = on_device(assistant.ready_drafter().model.to(target.dtype))
-        assistant = told(SpecDecPPAssistant.from_draft(draft), **settings)
+        assistant = configured(SpecDecPPAssistant.from_draft(draft), **settings)
     assistant.attach(on_device(target))
     return assistant, target
 
@@ -247,7 +247,7 @@ def test_on_apples_device(do_sample: bool, settings: dict[str, Any], name: str, 
     assistant, target = made(name, tmp_path, **settings)
     if settings in TREES.values() and "trees" in assistant.ready_drafter().cannot:
         settings = FIXED
-        told(assistant, **settings, lookup=assistant.speculation.lookup)
+        configured(assistant, **settings, lookup=assistant.speculation.lookup)
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": do_sample, "top_k": 6 if do_sample else None}
     expected = target.float().generate(TEXT, **how)
     with pretend_devices("mps"):

@@ -176,7 +176,7 @@ def holds_what_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a captured round has read stays in the cache."""
 
     def keep(target: RoundGraphs, rounds: Any) -> None:
-        target.passes.text.held += len(rounds[0].verdict.emitted)
+        target.passes.context.num_tokens += len(rounds[0].result.emitted)
 
     monkeypatch.setattr(RoundGraphs, "commit", keep)
 

@@ -93,7 +93,7 @@ def test_random_cases(part: int) -> None:
 def test_many_random_cases() -> None:
     buildable = tuple(name for name in families() if _can_be_built(name))
     results = run(cases(-1, SLOW_CASES // 2)) + run(cases(-2, SLOW_CASES // 2, buildable))
-    print(Counter(f"{result.kind}: {result.detail}" for _, result in results).most_common(60))  # noqa: T201
+    print(Counter(f"{result.kind}: {result.detail}" for _, result in results).most_common(60))  # noqa: T201 - run with -s, the findings are the result
     assert share(results, "equal") >= 0.6
     assert share(results, "refused") <= 0.3
     assert share(results, "raised") <= 0.1

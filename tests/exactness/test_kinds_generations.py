@@ -19,7 +19,7 @@ from support.enumeration.stock_rounds import VOCAB
 from support.enumeration.whole_generations import NEW_TOKENS, Enumerate, assert_caught, assert_exactly_p, change_drafts
 from support.files.gemma4_files import FULL, SLIDING, Variant, target_for
 from support.files.mtp_files import Files
-from support.targets.models import random_layer, tiny, told
+from support.targets.models import configured, random_layer, tiny
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -88,7 +88,7 @@ CASES = [(name, shape) for name in PAIRS for shape in SHAPES if shape.startswith
 
 def pair(name: str, **speculation: Any) -> Pair:
     target, assistant = PAIRS[name]()
-    return target, told(assistant, **speculation, draft_temperature=TEMPERATURES.get(name, 1.0))
+    return target, configured(assistant, **speculation, draft_temperature=TEMPERATURES.get(name, 1.0))
 
 
 @pytest.mark.daily(

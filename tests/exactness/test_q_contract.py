@@ -69,7 +69,7 @@ class Ear:
         heard(monkeypatch, SpecDecPPCandidateGenerator, "propose", self.start_round)
         heard(monkeypatch, TorchRandomness, "categorical", lambda _, probs: self.drawn.append(probs.clone()))
         heard(monkeypatch, verification, "verify_sampled", lambda candidates, p, q, *_: self.note(candidates, q))
-        heard(monkeypatch, OutputText, "_verify_on_the_way", lambda _, each, *__: self.hear_a_walk(each.tree))
+        heard(monkeypatch, OutputText, "_verify_in_order", lambda _, each, *__: self.hear_a_walk(each.tree))
         heard(monkeypatch, transformers_generation, "_speculative_sampling", self.hear_theirs)
 
     def start_round(self, _: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from support.enumeration.stock_rounds import VOCAB
 from support.enumeration.whole_generations import Enumerate, assert_caught, assert_exactly_p
 from support.files.stand_ins import BlockDraft
-from support.targets.models import assistant_for, assistant_of, partly_agreeing, tiny, told
+from support.targets.models import assistant_for, assistant_of, configured, partly_agreeing, tiny
 from support.targets.watchers import heard
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
     settings = {**SHAPES[shape], "draft_successors": True}
     if kind in KINDS:
         return target, assistant_of(kind, target, **settings)
-    assistant = told(SpecDecPPAssistant(SpecDecPPConfig(), BlockDraft(partly_agreeing(target, 0.9))), **settings)
+    assistant = configured(SpecDecPPAssistant(SpecDecPPConfig(), BlockDraft(partly_agreeing(target, 0.9))), **settings)
     assistant.attach(target)
     return target, assistant
 
@@ -59,7 +59,7 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
 def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumerate) -> None:
     target, assistant = pair(kind, shape)
     assert_exactly_p(target, assistant, enumerate_torch)
-    assert float(assistant.memory.successors[target].probs.max()) > 0.4
+    assert float(assistant.memory.corrections[target].probs.max()) > 0.4
 
 
 @pytest.mark.takes(3)
@@ -106,7 +106,7 @@ def unmixed(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: 
 def knowing_the_drawn(processing: MixedProcessing, text: Tensor, path: list[int], drawn: int, logits: Tensor) -> Tensor:
     """As if the table took note of a draw before its q is asked for. Not as of a certain one: a q of 1 for whatever was
     drawn is that of a candidate that was looked up, which is verified rightly."""
-    table = copy.deepcopy(processing.successors)
+    table = copy.deepcopy(processing.corrections)
     table.record(contexts_of(text, [path]), torch.zeros(1, VOCAB).index_fill(1, torch.tensor([drawn]), 1.0))
     return MixedProcessing(processing, table, processing.greedy, processing.temperature).one(text, path, logits)
 

@@ -16,7 +16,7 @@ from support.enumeration.exact_distribution import Probs, Replay, Tokens, exact_
 from support.enumeration.plans import tell
 from support.enumeration.stopping_rules import decides, distribution_of, make_step
 from support.enumeration.toy_rounds import RULES, Models, ToyRound, draft_chain
-from support.targets.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny, told
+from support.targets.models import VOCAB_SIZE, Rounds, assistant_for, configured, prompt, tiny
 from sweep import PAPER, sweep
 from texts import Text
 from torch import Tensor
@@ -216,7 +216,7 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS, frozenset() if end is None else frozenset([end]))
     replay, lengths = ChainReplay(text, record(text, assistant, target, Sampling(0.0, 0), seed=0)), set()
     for knobs in LIVE_RULES:
-        told(assistant, tree=False, **knobs)
+        configured(assistant, tree=False, **knobs)
         assistant.memory.clear()
         with monkeypatch.context() as patch:
             rounds = Rounds(patch)

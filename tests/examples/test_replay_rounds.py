@@ -11,7 +11,7 @@ from support.enumeration.exact_distribution import Replay, exact_distribution
 from support.enumeration.toy_rounds import Models
 from support.enumeration.toy_trees import ToyTree
 from support.files.repos import head_for
-from support.targets.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
+from support.targets.models import assistant_for, assistant_of, configured, prompt, quiet_later_layers, tiny
 from support.targets.tree_generation import sharp
 from texts import Text
 
@@ -52,7 +52,7 @@ def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
         rounds = list(RoundReplay(text, assistant, target, Sampling(0.0), 0).rounds(assistant.setup()))
     if not with_head:
         assistant.head = None
-    told(assistant, **KINDS[kind])
+    configured(assistant, **KINDS[kind])
     live = target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)
     stats = assistant.stats
     assert live[0].tolist() == text.ids
@@ -70,7 +70,7 @@ def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:
 def test_greedy_replays_of_drafts_that_read_states(draft: str, kind: str) -> None:
     target = quiet_later_layers(tiny("llama"))
     assistant = assistant_of(draft, target)
-    told(assistant, **KINDS[kind], adapt=False, draft_successors=False)
+    configured(assistant, **KINDS[kind], adapt=False, draft_successors=False)
     text = text_of(target, do_sample=False)
     rounds = list(RoundReplay(text, assistant, target, Sampling(0.0), 0).rounds(assistant.setup()))
     target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False)
@@ -110,7 +110,7 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
 def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
     target = tiny("llama")
     assistant = assistant_for(target, mix=0.7)
-    told(assistant, **KINDS[kind])
+    configured(assistant, **KINDS[kind])
     live, replayed, by_token = [0.0, 0.0], [0.0, 0.0], 0.0
     contestant = Contestant(kind, kind, assistant.speculation)
     for seed in range(12):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.targets.models import assistant_for, assistant_of, prompt, tiny, told
+from support.targets.models import assistant_for, assistant_of, configured, prompt, tiny
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -118,10 +118,10 @@ def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, r
     ids = torch.cat([prompt(12, seed) for seed in range(rows)])
     assistant = assistant_of("conditioned", target, **settings, reproducible=True)
     first, drafted = said(target, assistant, ids, seed=1), assistant.stats.drafted
-    told(assistant, **settings)
+    configured(assistant, **settings)
     for seed in (2, 3):
         said(target, assistant, ids, seed)  # learns costs, estimates, successors and answers
-    told(assistant, **settings, reproducible=True)
+    configured(assistant, **settings, reproducible=True)
     assert (said(target, assistant, ids, seed=1), assistant.stats.drafted) == (first, drafted)
     assert said(target, assistant_of("conditioned", target, **settings, reproducible=True), ids, seed=1) == first
 

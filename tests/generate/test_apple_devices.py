@@ -13,7 +13,7 @@ from support.devices.pretend_devices import DeviceTensor, on_device, pretend_dev
 from support.files.repos import head_for
 from support.runs.distillation_files import prepare
 from support.runs.training_files import training_run
-from support.targets.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny, told
+from support.targets.models import configured, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
 from support.targets.zoo import tiny_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -64,7 +64,7 @@ def check_text(target: Any, make: Any, ids: Tensor = TEXT, **options: Any) -> An
 
 
 def early_exit(**settings: Any) -> Any:
-    return lambda target: told(SpecDecPPAssistant.from_early_exit(target, [0, 2]), **settings)
+    return lambda target: configured(SpecDecPPAssistant.from_early_exit(target, [0, 2]), **settings)
 
 
 @pytest.mark.daily(
@@ -91,7 +91,7 @@ def test_every_rule_and_tree(settings: dict[str, Any], options: dict[str, Any]) 
 def test_an_acceptance_head(inputs: Any, settings: dict[str, Any]) -> None:
     def make(target: Any) -> SpecDecPPAssistant:
         head = on_device(head_for(target, inputs=inputs, embedding_size=32 if inputs == "before" else None))
-        return told(SpecDecPPAssistant.from_early_exit(target, [0, 2], head=head), **settings)
+        return configured(SpecDecPPAssistant.from_early_exit(target, [0, 2], head=head), **settings)
 
     stats = check_text(quiet_later_layers(tiny("llama")).float(), make, **SAMPLED)
     assert stats.drafted > 0
@@ -257,7 +257,7 @@ WIDE = {  # where float64 on the device is a fault, and what finds it
 @pytest.mark.parametrize("where", WIDE)
 def test_mutants_with_float64(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same everywhere: what is computed in `widest` is put in float64."""
-    wide: Any = lambda _device: torch.float64  # noqa: E731
+    wide: Any = lambda _device: torch.float64  # noqa: E731 - short enough
     wide.cache_clear = lambda: None
     monkeypatch.setattr(f"hf_specdecpp.{where}.widest", wide)
     with pytest.raises((TypeError, ValueError), match="float64"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.devices.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
 from support.targets.families import informed_draft
-from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny, told
+from support.targets.models import assistant_of, configured, prompt, quiet_later_layers, tiny
 from support.targets.multimodal import multimodal
 from support.targets.outputs import assert_same, assert_same_cache, prefill
 from support.targets.static_caches import static_cache
@@ -71,7 +71,7 @@ def test_images_and_positions_in_three_dimensions() -> None:
     how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     plain = target.generate(**inputs, **how)
     draft = informed_draft(plain, target.config.get_text_config().vocab_size)
-    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **CHAIN)
+    assistant = configured(SpecDecPPAssistant.from_draft(draft, target), **CHAIN)
     assert torch.equal(target.generate(**inputs, assistant_model=assistant, **how), plain)
     assert "its forward is given" in str(assistant.stats.uncaptured)
     assert torch.equal(generate(target, assistant, eos_token_id=None), generate(target, None, eos_token_id=None))
@@ -225,7 +225,7 @@ def test_a_draft_that_cannot_be_captured_is_said_once(monkeypatch: pytest.Monkey
 def test_two_texts_at_once() -> None:
     """The second goes uncaptured, says so, and is right; then a third is captured again."""
     target, assistant = made()
-    other, plain = told(SpecDecPPAssistant.from_early_exit(target, 2), **CHAIN), generate(target, None)
+    other, plain = configured(SpecDecPPAssistant.from_early_exit(target, 2), **CHAIN), generate(target, None)
     begun, go_on = threading.Event(), threading.Event()
     found: list[Tensor] = []
 

@@ -11,7 +11,7 @@ import torch
 from support.devices.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
 from support.devices.whole_rounds import KINDS as WHOLE
 from support.devices.whole_rounds import SAMPLED, TREE, batch, made, together
-from support.targets.models import assistant_of, quiet_later_layers, tiny, told
+from support.targets.models import assistant_of, configured, quiet_later_layers, tiny
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cuda_graphs.captured_target import captured_target
@@ -127,7 +127,7 @@ def test_whole_rounds(kind: str, rule: str, tmp_path: Path) -> None:
 def test_half_precision(dtype: torch.dtype, name: str) -> None:
     """A draft that is the target agrees with nearly all that the target says."""
     target = on_gpu().to(dtype)
-    assistant = told(SpecDecPPAssistant.from_draft(target, target), **SETTINGS[name])
+    assistant = configured(SpecDecPPAssistant.from_draft(target, target), **SETTINGS[name])
     for sampled in (False, True):
         assert generate(target, assistant, do_sample=sampled, max_new_tokens=40).shape == (1, 52)
         assert assistant.stats.uncaptured is None

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 from support.devices.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
-from support.targets.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny, told
+from support.targets.models import (
+    configured,
+    partly_agreeing,
+    prompt,
+    quiet_later_layers,
+    random_fusion,
+    random_layer,
+    tiny,
+)
 from support.targets.watchers import Collector, Recorder, tokenizer, unnoticed
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -59,7 +67,7 @@ def with_draft(device: str = "cuda:0", attached: bool = True, head: bool = False
             torch.manual_seed(0)
             estimator = on_device(AcceptanceHead(32, embedding_size=32, inputs="before").double(), device)
         assistant = SpecDecPPAssistant.from_draft(draft, target if attached else None, head=estimator)
-        return told(assistant, **(speculation or RULES[0]))
+        return configured(assistant, **(speculation or RULES[0]))
 
     return make
 
@@ -111,7 +119,7 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
         else:
             make = SpecDecPPAssistant.from_conditioned if kind == "conditioned" else SpecDecPPAssistant.from_early_exit
             assistant = make(target, [0, 2], **options[kind])
-        told(assistant, **speculation)
+        configured(assistant, **speculation)
         text = target.generate(on_device(prompt()), do_sample=False, assistant_model=assistant, **OPTIONS)
         assert torch.equal(text.host, plain)
         assert assistant.stats.drafted > 0
@@ -127,7 +135,7 @@ def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[st
     target, draft = tiny("llama").float(), partly_agreeing(ORIGINAL, 0.9).float()
     with pretend_devices("mps"), torch.no_grad():
         on_device(target)
-        assistant = told(SpecDecPPAssistant.from_draft(on_device(draft), target), **speculation)
+        assistant = configured(SpecDecPPAssistant.from_draft(on_device(draft), target), **speculation)
         torch.manual_seed(0)
         text = target.generate(on_device(prompt()), assistant_model=assistant, **OPTIONS, **sampling)
         assert text.shape[1] == 12 + OPTIONS["max_new_tokens"]
@@ -252,7 +260,7 @@ def test_attention_is_not_cudnns_in_uncaptured_rounds(rows: int) -> None:
 
     with pretend_devices(), torch.no_grad():
         on_device(target)
-        assistant = told(SpecDecPPAssistant.from_early_exit(target, 1), rule="fixed", num_tokens=3)
+        assistant = configured(SpecDecPPAssistant.from_early_exit(target, 1), rule="fixed", num_tokens=3)
         target.register_forward_hook(unnoticed(note))
         ids = on_device(prompt().expand(rows, -1))
         for use in (True, False):

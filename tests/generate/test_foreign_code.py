@@ -16,7 +16,7 @@ import torch
 import transformers
 from support.devices.pretend_graph import pretend_graphs
 from support.targets.families import informed_draft
-from support.targets.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny, told
+from support.targets.models import assistant_for, configured, partly_agreeing, prompt, quiet_later_layers, tiny
 from support.targets.watchers import Collector
 from support.targets.zoo import tiny_of
 from torch import Tensor, nn
@@ -218,9 +218,9 @@ ALIKE: dict[str, Callable[[CausalLM], Any]] = {
 }
 DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
     "chain": assistant_for,
-    "tree": lambda target: told(assistant_for(target), tree="dyspec", tree_budget=9),
+    "tree": lambda target: configured(assistant_for(target), tree="dyspec", tree_budget=9),
     "lookup": lambda target: assist(target, "lookup", default=False),
-    "early exit": lambda target: told(SpecDecPPAssistant.from_early_exit(target, 2), rule="fixed", num_tokens=3),
+    "early exit": lambda target: configured(SpecDecPPAssistant.from_early_exit(target, 2), rule="fixed", num_tokens=3),
 }
 
 
@@ -645,7 +645,7 @@ def test_kernels_of_the_hub_are_known() -> None:
     target = tiny("llama")
     for folder, is_known in ((foreign.KERNELS, True), ("/elsewhere", False)):
         found: dict[str, Any] = {"__name__": "norms_1a2b"}
-        exec(compile("def forward(self, x): return x", f"{folder}/kernels--org--norms/norms.py", "exec"), found)  # noqa: S102
+        exec(compile("def forward(self, x): return x", f"{folder}/kernels--org--norms/norms.py", "exec"), found)  # noqa: S102 - the test's own code
         target.model.norm.forward = types.MethodType(found["forward"], target.model.norm)
         assert (foreign_passes(target) is None) == is_known
 

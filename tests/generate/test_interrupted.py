@@ -145,7 +145,7 @@ def holds_before_it_emits(read: Callable[[RoundGraphs, Any], None]) -> Callable[
 
     def wrong(target: RoundGraphs, rounds: Any) -> None:
         read(target, rounds)
-        target.passes.text.held += len(rounds[0].verdict.emitted)
+        target.passes.context.num_tokens += len(rounds[0].result.emitted)
 
     return wrong
 

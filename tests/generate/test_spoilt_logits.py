@@ -188,8 +188,8 @@ def test_an_estimate_of_what_was_not_drawn_is_noticed(monkeypatch: pytest.Monkey
 
 def test_a_token_that_was_not_drawn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token, as `argmax` of nan."""
-    follows = on_device.follows
-    monkeypatch.setattr(on_device, "follows", lambda *arguments: follows(*arguments).clamp_min(0))
+    follows = on_device.draw_next
+    monkeypatch.setattr(on_device, "draw_next", lambda *arguments: follows(*arguments).clamp_min(0))
     target, ids = quiet_later_layers(tiny("llama")), prompt(12)
     spoil(target, target.generate(ids, **ONE), {24: NAN})
     assistant = assistant_of("independent", target, **CHAIN)

@@ -6,7 +6,7 @@ import pytest
 from support.enumeration.exact_distribution import exact_distribution, worst_error
 from support.enumeration.stock_rounds import PROMPT as SHORT
 from support.enumeration.stock_rounds import small, target_distribution
-from support.targets.models import assistant_for, told
+from support.targets.models import assistant_for, configured
 from support.targets.tree_generation import ARGUMENTS, TREES, generate, plain_text, target_of
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -18,7 +18,7 @@ def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
     """The distribution of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""
     target, draft = small(7), small(107)
     knobs: dict[str, Any] = {"tree": kind, "tree_budget": 3, "tree_depth": 2}
-    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **knobs)
+    assistant = configured(SpecDecPPAssistant.from_draft(draft, target), **knobs)
 
     def program(replay: Any) -> tuple[int, ...]:
         enumerate_torch(replay)

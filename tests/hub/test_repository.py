@@ -112,9 +112,9 @@ def test_token(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssi
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(RepositoryNotFoundError):
         SpecDecPPAssistant.from_pretrained("org/head", target)
-    SpecDecPPAssistant.from_pretrained("org/head", target, token="theirs")  # noqa: S106
-    AutoModelForCausalLM.from_pretrained("org/head", token="theirs")  # noqa: S106
-    AutoTokenizer.from_pretrained("org/head", token="theirs")  # noqa: S106
+    SpecDecPPAssistant.from_pretrained("org/head", target, token="theirs")
+    AutoModelForCausalLM.from_pretrained("org/head", token="theirs")
+    AutoTokenizer.from_pretrained("org/head", token="theirs")
 
 
 def test_cache_dir(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_card_that_is_there_is_kept(hub: HubServer, assistant: SpecDecPPAssistan
 def test_private_and_branch(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
     assistant.push_to_hub("org/mine", private=True)
     with pytest.raises(RepositoryNotFoundError):
-        HfApi().model_info("org/mine", token="theirs")  # noqa: S106
+        HfApi().model_info("org/mine", token="theirs")
     assert SpecDecPPAssistant.from_pretrained("org/mine").head is not None
     HfApi().create_branch("org/mine", branch="dev")
     assistant.speculation = SpeculationConfig("fixed")

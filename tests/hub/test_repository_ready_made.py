@@ -242,6 +242,6 @@ def test_a_copy_in_the_place_of_a_draft_that_cannot_be_reached(hub: HubServer, t
     again = SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target, draft=tmp_path / "draft")
     assert_same(again, before, target)
     assert again.config.draft_id == "org/eagle", "what is saved again names the repository, not the copy"
-    SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target, token="theirs")  # noqa: S106
+    SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target, token="theirs")
     with pytest.raises(ValueError, match="is a model, and an EAGLE-3 draft is none by itself.*folder or Hub id"):
         SpecDecPPAssistant.from_pretrained(tmp_path / "saved", draft=target)

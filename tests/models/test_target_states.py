@@ -43,7 +43,7 @@ def returned(target: CausalLM, reader: StateReader) -> tuple[TargetStates, Any]:
         patch.setattr("hf_specdecpp.models.target_states.has_compiled_call", lambda _module: True)
         states = TargetStates(target, reader)
     for length in (5, 12):
-        states.catch(target, **states.asked_for({"input_ids": prompt(length)}))
+        states.catch(target, **states.requesting({"input_ids": prompt(length)}))
     return states, states.states_of()
 
 
@@ -85,7 +85,7 @@ def test_numbers_that_are_one_off_are_noticed(
     # Where the check is left out they are wrong.
     states.are_returned = True
     with torch.no_grad():
-        states.catch(target, **states.asked_for({"input_ids": prompt(12)}))
+        states.catch(target, **states.requesting({"input_ids": prompt(12)}))
     assert not torch.equal(states.states_of(), expected)  # type: ignore[arg-type]
 
 
@@ -128,18 +128,22 @@ def test_a_layer_that_runs_in_a_loop_has_one_state_a_token() -> None:
         first = target(prompt(12))
         target(prompt(5), past_key_values=first.past_key_values)
         states = caught.states_of()
+        target(prompt(5))
+        again = caught.states_of()
     handle.remove()
-    assert len(seen) == 4
+    assert len(seen) == 6
     assert states is not None
+    assert again is not None
     size = reader.hidden_size
     assert torch.equal(states[..., size:], torch.cat((seen[1], seen[3]), 1))
+    assert torch.equal(again[..., size:], seen[5])
 
 
 def test_several_states_a_token_are_refused() -> None:
     target = model_of("gemma3n")
     states = TargetStates(target, reader_of(target, [0], False))
     with pytest.raises(ValueError, match="returns 4-dimensional states"):
-        states.catch(target, **states.asked_for({"input_ids": prompt()}))
+        states.catch(target, **states.requesting({"input_ids": prompt()}))
 
 
 # Models whose hidden states, or layers, cannot be taken by themselves are refused with the reason. --------------------

@@ -14,9 +14,9 @@ from hf_specdecpp.sampling import ngram_corrections
 from hf_specdecpp.sampling.ngram_corrections import (
     BUCKETS,
     DECAY,
+    MAX_CHANCE,
     MOST_LIKELY,
     ORDERS,
-    SUREST,
     MixedProcessing,
     NgramCorrections,
     contexts_of,
@@ -123,7 +123,7 @@ def test_how_far_it_is_trusted_follows_what_came_true() -> None:
         table.record(contexts(9), logits_of(**{f"_{place % 2}": 1.0}))
         table.record(contexts((5, 6, 8)), logits_of(_3=1.0))
     assert table.odds[3 * BUCKETS + sure] > before[3 * BUCKETS + sure]
-    came_true = table.came_true / table.trials
+    came_true = table.correct / table.trials
     assert came_true[3 * BUCKETS + sure] > 0.95
     uncertain = came_true[3 * BUCKETS : 3 * BUCKETS + sure]
     assert float(uncertain[5]) < 0.4, "after what is before the text and 9 the one that came last never came next"
@@ -166,7 +166,7 @@ def mixture(scores: Tensor, greedy: bool) -> Tensor:
     q, r = scores.double().softmax(-1), torch.zeros(3, VOCAB, dtype=torch.float64)
     r[0, 3], r[0, 4], r[1, 5] = 0.8, 0.2, 1.0
     t, table = q.amax(-1, keepdim=True), taught()
-    came_true = (table.came_true / table.trials).clamp_max(SUREST).view(ORDERS + 1, BUCKETS)
+    came_true = (table.correct / table.trials).clamp_max(MAX_CHANCE).view(ORDERS + 1, BUCKETS)
     # Before the two is always the same, so the longest context is known.
     m = came_true[[3, 3, 0], [int(0.8 * BUCKETS), BUCKETS - 1, 0]].double()[:, None]
     ratio = (m / (1 - m)) / (t / (1 - t))

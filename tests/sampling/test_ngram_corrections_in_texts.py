@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.targets.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
+from support.targets.models import assistant_for, assistant_of, configured, partly_agreeing, prompt, tiny
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -53,7 +53,7 @@ def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target
     ]:  # fmt: skip
         assistant = assistant_of(kind, target, **CHAIN, draft_successors=setting)
         texts(target, assistant, seeds=[0], do_sample=sample)
-        assert bool(assistant.memory.successors) == mixes, (setting, sample)
+        assert bool(assistant.memory.corrections) == mixes, (setting, sample)
         assistant.detach()
 
 
@@ -63,7 +63,7 @@ def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, sha
     """Of texts like those before: the very same ones."""
     draft, accepted = tiny("llama", 5), {}
     for mixes in (False, True):
-        assistant = told(SpecDecPPAssistant.from_draft(draft, target), **SHAPES[shape], draft_successors=mixes)
+        assistant = configured(SpecDecPPAssistant.from_draft(draft, target), **SHAPES[shape], draft_successors=mixes)
         for _ in range(2):
             texts(target, assistant, seeds=[0], max_new_tokens=60)
         accepted[mixes] = assistant.stats.accepted
@@ -122,7 +122,7 @@ def test_lookups_go_without(target: CausalLM) -> None:
     looking = assist(target, "lookup", default=False)
     looking.decisions = Decisions(draft_successors=True)
     assert texts(target, looking) == texts(target, None)
-    assert not len(looking.memory.successors)
+    assert not len(looking.memory.corrections)
 
 
 def test_tables_of_inference_mode_are_added_to_without_it(target: CausalLM) -> None:

@@ -98,18 +98,18 @@ def rows_one_after_the_other(decoding: Any, rounds: Any) -> None:
     AssistedDecoding.verify(decoding, rounds)
 
 
-VERDICT: Any = Walk.verdict
+VERDICT: Any = Walk.result
 # (owner, name, what stands there in its place), and in which of the earlier mistakes it shows.
 MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
     "criteria after the round": (
-        OutputText, "_verify_on_the_way", OutputText._verify_chain, "a criterion between the calls"),
+        OutputText, "_verify_in_order", OutputText._verify_chain, "a criterion between the calls"),
     "criteria twice": (
-        Walk, "verdict", property(lambda self: replace(VERDICT.fget(self), ended=None)),
+        Walk, "result", property(lambda self: replace(VERDICT.fget(self), ended=None)),
         "a criterion between the calls"),
     "what is forbidden": (
         processors, "KNOWN", KNOWN | {logits_process.PrefixConstrainedLogitsProcessor}, "a trie, lookups"),
     "the draft asks": (Processing, "for_draft", lambda self: self, "a function that counts"),
-    "the draft asks behind an end": (calls, "ends_as_told", lambda *_: True, "a marked trie behind a criterion"),
+    "the draft asks behind an end": (calls, "ends_predictably", lambda *_: True, "a marked trie behind a criterion"),
     "of transformers, so it is known": (
         processors, "KNOWN", KNOWN | {logits_process.PrefixConstrainedLogitsProcessor}, "a function that counts"),
     "rows by themselves": (InStep, "verify", rows_one_after_the_other, "one that counts for all rows"),

@@ -244,7 +244,7 @@ class Talk(Chat):
         model.generate = noted
 
     def answer(self, message: str) -> None:
-        self.held = self._held
+        self.held = self._cached_ids
         super().answer(message)
 
     def plainly(self, message: str) -> list[int]:
@@ -298,7 +298,7 @@ def test_a_cache_of_another_text_would_be_seen() -> None:
     expected = talk.plainly(MESSAGES[1])
     ids = chats.encoded(talk.tokenizer, [*talk.messages, {"role": "user", "content": MESSAGES[1]}])
     assert talk._cache is not None
-    talk._held = ids[: chats.num_rows(talk._cache)]
+    talk._cached_ids = ids[: chats.num_rows(talk._cache)]
     talk.answer(MESSAGES[1])
     assert talk.read[1] > 0
     assert talk.answers[1] != expected

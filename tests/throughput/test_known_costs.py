@@ -17,7 +17,7 @@ from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import known_costs, memory
-from hf_specdecpp.throughput.known_costs import Drafting, RoundTimes, corrected, in_seconds
+from hf_specdecpp.throughput.known_costs import DraftWork, RoundTimes, corrected, in_seconds
 from hf_specdecpp.throughput.plan import ChainPlan, Plan
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -30,10 +30,10 @@ def time_a_text(known: known_costs.KnownCosts, drafting: float = 1.0, passes: tu
     for width in (1, 2) * 9:
         times.begin_round()
         now[0] += drafting * (width - 1)
-        times.drafted(Drafting(width - 1))
+        times.drafted(DraftWork(width - 1))
         now[0] += passes[width - 1]
         times.end(16, width)
-    known.follow(times)
+    known.update(times)
 
 
 def test_a_row_of_a_batch_pays_its_share() -> None:
@@ -79,7 +79,7 @@ def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> N
     assert plan.costs.verify[1] == plan.costs.verify[0]
     for _ in range(24):
         plan.record_chain([0.5], 0, 1, 0)
-        plan.follow(16)
+        plan.set_length(16)
     assert not plan.pays
 
 
@@ -186,7 +186,7 @@ def rounds(passes: dict[int, list[float]], length: int = 16) -> RoundTimes:
     for width, each in passes.items():
         for seconds in each:
             times.begin_round()
-            times.drafted(Drafting())
+            times.drafted(DraftWork())
             clock.now += seconds
             times.end(length, width)
     return times
@@ -195,7 +195,7 @@ def rounds(passes: dict[int, list[float]], length: int = 16) -> RoundTimes:
 def test_assumed_costs_become_seconds() -> None:
     """The example of `in_seconds`: passes and drafting each by one factor, whatever single rounds took."""
     times = rounds({3: [0.022, 0.022, 0.9, 0.022]})
-    times.drafts[7] = [(Drafting(2), 0.006), (Drafting(4), 0.012), (Drafting(1), 0.9)]
+    times.drafts[7] = [(DraftWork(2), 0.006), (DraftWork(4), 0.012), (DraftWork(1), 0.9)]
     costs = in_seconds(Costs(0.1, (1.0, 1.05, 1.1), read=0.01), times)
     assert costs is not None
     assert costs.verify == pytest.approx((0.020, 0.021, 0.022))
@@ -208,7 +208,7 @@ def test_assumed_costs_become_seconds() -> None:
 def test_a_round_is_its_drafting_and_the_rest() -> None:
     clock = Clock()
     times = RoundTimes(clock)
-    for drafted, width in ((Drafting(3, read=2), 4), (Drafting(), 1), (None, 4)):
+    for drafted, width in ((DraftWork(3, read=2), 4), (DraftWork(), 1), (None, 4)):
         times.begin_round()
         clock.now += 0.005
         times.drafted(drafted)
@@ -216,7 +216,7 @@ def test_a_round_is_its_drafting_and_the_rest() -> None:
         times.end(200, width)
     assert times.passes == {8: {4: pytest.approx([0.030, 0.030]), 1: pytest.approx([0.030])}}
     ((drafting, seconds),) = times.drafts[8]
-    assert drafting == Drafting(3, read=2)
+    assert drafting == DraftWork(3, read=2)
     assert seconds == pytest.approx(0.005)
 
 
@@ -230,7 +230,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_one_text_changes_no_cost_by_more_than_twice() -> None:
-    costs = corrected(MEASURED, {1: [1.0] * 100, 2: [1.0] * 100}, [(Drafting(1), 1.0)] * 100)
+    costs = corrected(MEASURED, {1: [1.0] * 100, 2: [1.0] * 100}, [(DraftWork(1), 1.0)] * 100)
     for new, old in zip((*costs.verify, costs.draft), (*MEASURED.verify, MEASURED.draft), strict=True):
         assert 1.9 * old < new <= 2.0 * old
 
@@ -244,21 +244,21 @@ def test_wider_passes_than_were_measured_are_learned() -> None:
 @pytest.mark.parametrize("start", [0.001, 0.0])
 def test_a_step_and_starting_are_told_apart(start: float) -> None:
     """The example of the docstring; also from costs that know of no starting."""
-    costs, drafts = replace(MEASURED, start=start), [(Drafting(1), 0.004), (Drafting(3), 0.008)] * 300
+    costs, drafts = replace(MEASURED, start=start), [(DraftWork(1), 0.004), (DraftWork(3), 0.008)] * 300
     costs = corrected(corrected(costs, {}, drafts), {}, drafts)
     assert costs.draft == pytest.approx(0.002, rel=0.05)
     assert costs.start == pytest.approx(0.002, rel=0.1)
 
 
 def test_drafts_of_one_length_change_their_price_as_a_whole() -> None:
-    costs = corrected(replace(MEASURED, start=0.001, read=0.0001, branch=0.0002), {}, [(Drafting(2), 0.010)] * 1000)
+    costs = corrected(replace(MEASURED, start=0.001, read=0.0001, branch=0.0002), {}, [(DraftWork(2), 0.010)] * 1000)
     found = costs.draft, costs.start, costs.read, costs.branch
     assert found == pytest.approx((0.004, 0.002, 0.0002, 0.0004), rel=0.01)
 
 
 def test_what_a_draft_reads_beside_its_steps_is_not_a_step_s_price() -> None:
     costs = replace(MEASURED, read=0.001, branch=0.002)
-    drafts = [(each, each.seconds(costs)) for each in (Drafting(1, 5, 0), Drafting(2, 0, 9), Drafting(4, 1, 3))]
+    drafts = [(each, each.seconds(costs)) for each in (DraftWork(1, 5, 0), DraftWork(2, 0, 9), DraftWork(4, 1, 3))]
     followed = corrected(costs, {}, drafts * 100)
     assert followed.draft == pytest.approx(costs.draft)
     assert followed.start == pytest.approx(0.0, abs=1e-9)
@@ -271,8 +271,8 @@ def test_each_length_has_its_costs() -> None:
     known = known_costs.KnownCosts(MEASURED)
     assert known.at(50) is known.at(99)
     assert known.at(50) == known.at(5000) == known.first == MEASURED
-    known.follow(rounds({1: [0.020] * 1000}, length=50))
-    known.follow(rounds({1: [0.040] * 1000}, length=4000))
+    known.update(rounds({1: [0.020] * 1000}, length=50))
+    known.update(rounds({1: [0.040] * 1000}, length=4000))
     assert known.at(50).verify[0] == pytest.approx(0.020, rel=0.01)
     assert known.at(4000).verify[0] == pytest.approx(0.040, rel=0.01)
     assert known.at(9000) == known.at(4000), "the nearest that is known"
@@ -283,5 +283,5 @@ def test_each_length_has_its_costs() -> None:
 def test_a_form_is_made_of_what_was_learned() -> None:
     known = known_costs.KnownCosts(MEASURED, lambda costs: costs.scaled(1 / 2))
     assert known.at(0) == MEASURED.scaled(1 / 2)
-    known.follow(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
+    known.update(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
     assert known.at(0).verify == pytest.approx((0.010, 0.015), rel=0.01)

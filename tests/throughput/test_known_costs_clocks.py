@@ -21,7 +21,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import products
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput import known_costs
-from hf_specdecpp.throughput.known_costs import Drafting, KnownCosts, as_expected, corrected
+from hf_specdecpp.throughput.known_costs import DraftWork, KnownCosts, as_expected, corrected
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -84,7 +84,7 @@ def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.Monke
     def fails(*_: Any) -> None:
         raise ZeroDivisionError("of no importance")
 
-    monkeypatch.setattr(KnownCosts, "follow", fails)
+    monkeypatch.setattr(KnownCosts, "update", fails)
     monkeypatch.setattr("hf_specdecpp.generation.candidate_generator.logger.warning", said.append)
     assert torch.equal(target.generate(prompt(12), **GREEDY, assistant_model=assistant), plain)
     assert "ZeroDivisionError('of no importance')" in said[0]
@@ -117,6 +117,6 @@ MEASURED = Costs(0.002, (0.010, 0.030))
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, -math.inf, math.nan])
 def test_rounds_of_no_sensible_time_change_nothing(seconds: float) -> None:
-    passes, drafts = {1: [seconds] * 9, 4: [seconds] * 9}, [(Drafting(steps), seconds) for steps in (1, 2, 2)]
+    passes, drafts = {1: [seconds] * 9, 4: [seconds] * 9}, [(DraftWork(steps), seconds) for steps in (1, 2, 2)]
     assert as_expected(MEASURED, passes) == []
     assert corrected(MEASURED, passes, drafts) == replace(MEASURED, verify=tuple(MEASURED.verify_seconds(3)))

@@ -15,7 +15,7 @@ from hf_specdecpp.drafting.draft_model import ModelSession
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput import plan
-from hf_specdecpp.throughput.known_costs import Drafting, KnownCosts, RoundTimes
+from hf_specdecpp.throughput.known_costs import DraftWork, KnownCosts, RoundTimes
 from hf_specdecpp.throughput.plan import ChainPlan, Throughput
 
 ROUNDS = 40  # of a text
@@ -51,12 +51,12 @@ class Machine:
         self.plan.begin_text()
         verify = self.true.verify_seconds(MOST)
         for _ in range(ROUNDS):
-            self.plan.follow(length)
+            self.plan.set_length(length)
             times.begin_round()
             rule.begin_round()
             chances = list(self._drafted(rule)) if rule.should_draft(1) else []
             self.now += (self.true.start + self.true.draft * len(chances)) * self._noise() if chances else 0.0
-            times.drafted(Drafting(len(chances)))
+            times.drafted(DraftWork(len(chances)))
             accepted = 0
             while accepted < len(chances) and self.rng.random() < chances[accepted]:
                 accepted += 1

@@ -7,7 +7,7 @@ import pytest
 from support.enumeration.plans import tell
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.chain import pays_to_go_on
+from hf_specdecpp.drafting.chain import should_continue
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import BatchPlan, BatchThroughput, ChainPlan, Throughput
@@ -24,7 +24,7 @@ def batch_plan(costs: Costs, most: int) -> BatchPlan:
 
 class Row(BatchThroughput):
     def __init__(self, survival: float, critical: float) -> None:
-        self.stands, self._critical, self.trial = survival, critical, None
+        self._survival, self._critical, self.trial = survival, critical, None
 
     @property
     def critical(self) -> float:
@@ -32,10 +32,10 @@ class Row(BatchThroughput):
 
 
 def test_rows_go_on_together_where_that_pays_for_all() -> None:
-    assert pays_to_go_on([Row(0.9, 0.3), Row(0.5, 0.3)], rows=4), "the example of the docstring"
-    assert not pays_to_go_on([Row(0.9, 0.3), Row(0.2, 0.3)], rows=4)
-    assert pays_to_go_on([Row(0.4, 0.3)], rows=1)
-    assert not pays_to_go_on([Row(0.3, 0.3)], rows=1), "a row alone stops as it does without a batch"
+    assert should_continue([Row(0.9, 0.3), Row(0.5, 0.3)], rows=4), "the example of the docstring"
+    assert not should_continue([Row(0.9, 0.3), Row(0.2, 0.3)], rows=4)
+    assert should_continue([Row(0.4, 0.3)], rows=1)
+    assert not should_continue([Row(0.3, 0.3)], rows=1), "a row alone stops as it does without a batch"
 
 
 def test_rows_of_a_batch_never_stop_by_themselves() -> None:
@@ -43,7 +43,7 @@ def test_rows_of_a_batch_never_stop_by_themselves() -> None:
     alone, row = Throughput(DraftProbability(), plan), BatchThroughput(DraftProbability(), plan)
     assert alone.stops(0.01)
     assert not row.stops(0.01)
-    assert row.stands <= row.critical
+    assert row._survival <= row.critical
 
 
 class Batches:
@@ -76,7 +76,7 @@ class Batches:
             rule.begin_round()
         drafted = 0
         if all(rule.should_draft(1) for rule in rules):
-            while drafted < MOST and (not drafted or pays_to_go_on(rules, len(rules))):
+            while drafted < MOST and (not drafted or should_continue(rules, len(rules))):
                 drafted += 1
                 for rule, estimate in zip(rules, estimates, strict=True):
                     rule.stops(estimate)
@@ -114,7 +114,7 @@ def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
         plan, lengths = kind(known, 3, 0), set()
         for _ in range(20):
             plan.begin_text()
-            plan.follow(10)
+            plan.set_length(10)
             lengths |= set(plan.trials)
             plan._confirmed |= {(plan._kind, 1): plan._texts}
         assert 0 in lengths

@@ -12,7 +12,7 @@ import torch
 from support.enumeration.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from support.enumeration.plans import chain_plan, tell
 from support.enumeration.toy_rounds import Models, ToyRound
-from support.targets.models import assistant_for, prompt, tiny, told
+from support.targets.models import assistant_for, configured, prompt, tiny
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
@@ -180,13 +180,13 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     assert len(assistant.memory.learned[target]) == 2, "greedy decoding has rates of its own"
 
     rates = next(iter(assistant.memory.learned[target].values())).rates
-    told(assistant, **{**cheap(), "max_tokens": 3})
+    configured(assistant, **{**cheap(), "max_tokens": 3})
     generate(0)
     *_, learned = assistant.memory.learned[target].values()  # the latest
     assert learned.rates is rates
     assert isinstance(learned.plan, ChainPlan)
     assert len(learned.plan.seconds) == 4
-    told(assistant, **{**cheap(), "tree": "dyspec"})
+    configured(assistant, **{**cheap(), "tree": "dyspec"})
     generate(0)
     assert len(assistant.memory.learned[target]) == 3, "trees have states of their own, too"
 

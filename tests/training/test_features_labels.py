@@ -184,7 +184,7 @@ def test_ends_of_texts_are_kept(tmp_path: Path) -> None:
     assert always_kept(target) == [3, 4]
     words = tokenizer([*WORDS[:-4], "x", "<start>", "<stop>", "<other>"])
     words.add_special_tokens({"additional_special_tokens": ["<start>", "<stop>", "<other>"]})
-    words.eos_token = "w5"  # noqa: S105
+    words.eos_token = "w5"
     words.chat_template = TEMPLATE
     words.save_pretrained(tmp_path)
     target.config._name_or_path = str(tmp_path)

@@ -61,7 +61,7 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     unfinished.touch()
     monkeypatch.setattr(recorded_chains, "STARTS", 3)
     with HubServer() as hub:
-        point_client_at(monkeypatch, hub, tmp_path / "cache", token="hf_x")  # noqa: S106
+        point_client_at(monkeypatch, hub, tmp_path / "cache", token="hf_x")
         result = CliRunner().invoke(app, [*arguments, "--push_to_hub", "tester/trained"])
         assert result.exit_code == 0, result.output
         uploaded = hub.files("tester/trained")

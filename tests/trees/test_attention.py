@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdecpp.caches.masks import CachedPrompt, inputs_in_place, tree_inputs, tree_mask
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_room_layers
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_cache_layers
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.trees.tree import relations
@@ -212,7 +212,7 @@ def passes(
     cache, total = DynamicCache(config=model.config), length + padding
     model(text, past_key_values=cache, attention_mask=mask, position_ids=positions)
     cache.activate_past_recording()
-    room = FixedCache(num_room_layers(model.config) or 0, ROOM, torch.device("cpu"))
+    room = FixedCache(num_cache_layers(model.config) or 0, ROOM, torch.device("cpu"))
     room.read(cache, total)
     position = positions[..., -1] + 1
     seen = tree_mask(model, cache, ancestors, depths, total, mask[0].bool())

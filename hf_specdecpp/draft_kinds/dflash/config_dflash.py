@@ -89,11 +89,11 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
     is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
     layers = checkpoints.mapping(raw, "transformer_layer_config") if is_nested else raw
     own = checkpoints.mapping(raw, "dflash_config")
-    said: Any = {**raw, **own}
-    layer, has_other_windows = _layer(layers, said, is_theirs)
-    ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
+    given: Any = {**raw, **own}
+    layer, has_other_windows = _layer(layers, given, is_theirs)
+    ids = given.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
     if ids is None and not is_nested:
-        ids = usual_reads(said.get("num_target_layers"), layers["num_hidden_layers"])
+        ids = usual_reads(given.get("num_target_layers"), layers["num_hidden_layers"])
     if not isinstance(ids, list) or not ids or any(type(each) is not int or each < is_nested for each in ids):
         raise ValueError(f"The draft reads layers {ids!r} of its target; they must be listed as whole numbers.")
     causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(raw, own)
@@ -102,16 +102,16 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
     return DFlashSettings(
         layer=layer,
         reads=[each - is_nested for each in ids],
-        block_size=said.get("block_size"),
-        mask_token_id=said.get("mask_token_id"),
-        **{field: said[name] for name, field in SCALES.items() if said.get(name) is not None},
-        logit_cap=said.get("final_logit_softcapping") or None,
+        block_size=given.get("block_size"),
+        mask_token_id=given.get("mask_token_id"),
+        **{field: given[name] for name, field in SCALES.items() if given.get(name) is not None},
+        logit_cap=given.get("final_logit_softcapping") or None,
         scales_as_target=is_theirs,
         is_causal=causal,
         includes_window=is_theirs,
-        samples_anchor=bool(said.get("sample_from_anchor")),
+        samples_anchor=bool(given.get("sample_from_anchor")),
         reads_normed=not is_nested,
-        num_target_layers=said.get("num_target_layers"),
+        num_target_layers=given.get("num_target_layers"),
         draft_vocab_size=raw.get("draft_vocab_size"),
     )
 
@@ -132,17 +132,17 @@ def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
     # z-lab writes the field at the top level, vLLM and Model Optimizer in `dflash_config`, JetSpec as `causal_head`.
     places = {name: raw.get(name) for name in ("is_causal", "causal")}
     places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
-    said = {name: value for name, value in places.items() if value is not None}
-    if len(set(map(repr, said.values()))) > 1 or not all(isinstance(value, bool) for value in said.values()):
+    given = {name: value for name, value in places.items() if value is not None}
+    if len(set(map(repr, given.values()))) > 1 or not all(isinstance(value, bool) for value in given.values()):
         raise ValueError(
-            f"The config.json of this DFlash draft has {', '.join(f'{name}={value!r}' for name, value in said.items())}"
+            f"The config.json of this DFlash draft has {', '.join(f'{name}={each!r}' for name, each in given.items())}"
             ", and must say in one way, true or false, whether rows of a block see later rows. Correct it, or ask who "
             "made it."
         )
-    return next(iter(said.values()), None)
+    return next(iter(given.values()), None)
 
 
-def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
+def _layer(layers: Mapping[str, Any], given: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
     """Return the draft's layer config, and whether `use_swa` sets windows in all layers (MiMo's drafts, in vLLM)."""
     kind = layers.get("model_type", "qwen3")
     if kind not in ("qwen3", TRANSFORMERS):
@@ -150,9 +150,9 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
             f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {checkpoints.INSTEAD}."
         )
     layer = checkpoints.layers_of(layers, ["mlp_bias"], f"{checkpoints.INSTEAD}.")
-    types, size = layer.get("layer_types"), said.get("swa_window_size") or layer.get("sliding_window")
+    types, size = layer.get("layer_types"), given.get("swa_window_size") or layer.get("sliding_window")
     some_have = isinstance(types, list) and "sliding_attention" in types
-    all_have = bool(said.get("use_swa")) and not some_have
+    all_have = bool(given.get("use_swa")) and not some_have
     if all_have:
         if size is None:
             raise ValueError(

@@ -241,7 +241,7 @@ class DFlashDraft(StateDraft):
         )
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
-    def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of candidates after the tokens `previous` `[...]`, drawn or the last of the sequence, and
         the `memory` `[..., m]` of their paths, which begins with 0. `logits` `[..., d]` (`head_logits`) and `hidden`
         `[..., hidden_size]` are those of the candidates' rows; in a plain block nothing depends on the path."""
@@ -281,7 +281,7 @@ class BlockSession(DraftingSession):
         self._memory: dict[int, Tensor] = {}  # behind each node of this round, or place of a chain
         self._nothing = torch.zeros(draft.memory_size, dtype=draft.dtype, device=draft.device)
 
-    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         self.length += new_tokens.shape[1]
         self._anchor, self._found, self.passes = new_tokens[:, -1:].clone(), None, 0
         self._memory = {}
@@ -342,7 +342,7 @@ class BlockSteps(RoundSteps):
         self.draft, self.model = draft, draft.model
         self.num_layers, self.most = len(self.model.layers), draft.settings.places
 
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - one for all
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         draft, states = self.draft, window.states
         if states is None:
             raise ValueError("A DFlash draft reads the target's states, and none were handed over.")
@@ -380,7 +380,7 @@ class _Rows:
     def __init__(self, cache: FixedCache, places: Tensor, count: int, size: int) -> None:
         self.cache, self.size = cache, size
         begin = cache.length[:, None]
-        rows = torch.arange(cache.room, device=places.device) - begin  # negative: rows held before the pass
+        rows = torch.arange(cache.capacity, device=places.device) - begin  # negative: rows held before the pass
         own = rows - count
         self.is_block = (own >= 0) & (own < size)
         first = places[:, count, None]  # of the block, and the number of tokens in the window without dummies

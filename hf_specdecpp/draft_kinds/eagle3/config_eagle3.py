@@ -118,7 +118,7 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     inner = mapping(raw, "transformer_layer_config") if is_nested else raw
     eagle = mapping(raw, "eagle_config")
     layer = _layer(raw, inner, overrides.get("rope_theta"))
-    said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # use_aux_norm is an older name
+    given = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # use_aux_norm is an older name
     sizes = {
         "state_size": raw.get("target_hidden_size") or layer.get("hidden_size"),
         "draft_vocab_size": raw.get("draft_vocab_size"),
@@ -147,7 +147,7 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
         "layer_ids": ids,
         "reads": reads,
         "own_embeddings": overrides.get("own_embeddings", True),
-        **{name: said.get(name) or False for name in FLAGS},
+        **{name: given.get(name) or False for name in FLAGS},
         **({} if reads_states else {"num_reads": 0}),
     }
 
@@ -172,13 +172,13 @@ def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None
     In a flat config with a Llama architecture, `model_type` and sliding windows may be the target's: windows of an
     unknown `model_type` are dropped.
     """
-    said = inner.get("model_type")
-    is_its_own = said in (None, *LAYER_CONFIGS)
-    is_flat_llama = inner is raw and isinstance(said, str) and "llama" in str(raw.get("architectures")).lower()
+    model_type = inner.get("model_type")
+    is_its_own = model_type in (None, *LAYER_CONFIGS)
+    is_flat_llama = inner is raw and isinstance(model_type, str) and "llama" in str(raw.get("architectures")).lower()
     if not is_its_own and not is_flat_llama:
         raise ValueError(
-            f"The draft has layers of type {said!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
-            f"{checkpoints.INSTEAD}."
+            f"The draft has layers of type {model_type!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are "
+            f"supported. {checkpoints.INSTEAD}."
         )
     cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
     return checkpoints.layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)

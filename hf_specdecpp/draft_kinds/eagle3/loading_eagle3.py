@@ -74,10 +74,10 @@ class Eagle3(PublishedKind):
         config.eagle3 = config_eagle3.check_overrides(values)
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> Eagle3Model:
-        said, named = config_eagle3.read_config(raw, overrides), NAMES.here(tensors, source)
+        given, named = config_eagle3.read_config(raw, overrides), NAMES.here(tensors, source)
         if MARK not in named:  # an ordinary model, a draft of EAGLE-1 or 2, or heads of another method
             raise ValueError(checkpoints.not_of_form(source, TITLE, [original(MARK)], []))
-        return build(settings_of(said, named), tensors, source)
+        return build(settings_of(given, named), tensors, source)
 
     def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Eagle3Model]:
         return partial(self.read, overrides=config.eagle3)
@@ -112,7 +112,7 @@ class Eagle3(PublishedKind):
                 "padding if it is the same tokenizer; if almost nothing is accepted, it is not."
             )
         found, ids = meanings(module.settings, config.num_hidden_layers), module.settings.layer_ids
-        module.meet(target, found[0])
+        module.set_target(target, found[0])
         module.agreement = []
         if len(found) == 1:
             return
@@ -125,17 +125,17 @@ class Eagle3(PublishedKind):
             return
 
         def rate(reads: list[int]) -> list[float]:
-            module.meet(target, reads)
+            module.set_target(target, reads)
             return agreement(Eagle3Drafter(module, target), target, texts)
 
         rates = {tuple(reads): rate(reads) for reads in found}
-        module.meet(target, chosen := max(rates, key=lambda reads: rates[reads]))
+        module.set_target(target, chosen := max(rates, key=lambda reads: rates[reads]))
         module.agreement = rates[chosen]
         logger.info(
             f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {list(chosen)}, which agree best."
         )
 
-    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""
         module: Eagle3Model = parts.module
         if to.target is None:
@@ -178,22 +178,22 @@ def original(name: str) -> str:
 NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", original)
 
 
-def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
+def settings_of(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
     """Complete the settings of `read_config` from the tensors: number and type of layers, `num_reads`, norms, biases
     and own modules. `ValueError` for Llama layers with a sliding window."""
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
-    size, vocab_size, num_reads = said["state_size"], said["layer"]["vocab_size"], said.get("num_reads")
+    size, vocab_size, num_reads = given["state_size"], given["layer"]["vocab_size"], given.get("num_reads")
     if num_reads is None:
         fc = named.get("reader.fc.weight")
         width = fc.shape[-1] if fc is not None and fc.dim() == 2 else 0
-        num_named = config_eagle3.NUM_USUAL if said["layer_ids"] is None else len(said["layer_ids"])
+        num_named = config_eagle3.NUM_USUAL if given["layer_ids"] is None else len(given["layer_ids"])
         num_reads = num_named if width % size or not width else width // size
-    head, draft_vocab_size = named.get("lm_head.weight"), said["draft_vocab_size"]
+    head, draft_vocab_size = named.get("lm_head.weight"), given["draft_vocab_size"]
     if draft_vocab_size is None and head is not None and head.dim() and head.shape[0] < vocab_size:
         draft_vocab_size = head.shape[0]
     count = max(len(layers), 1)  # not from config.json: some files have one layer and a config of 40
     kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
-    layer = {"model_type": kind, **said["layer"], "num_hidden_layers": count}
+    layer = {"model_type": kind, **given["layer"], "num_hidden_layers": count}
     types = found if isinstance(found := layer.get("layer_types"), list) else []
     if types:
         layer["layer_types"] = types[:count]
@@ -205,14 +205,14 @@ def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Sett
             )
         layer = {name: value for name, value in layer.items() if name not in OF_QWEN3}
     settings = {
-        **said,
+        **given,
         "layer": layer,
         "num_reads": num_reads,
         "draft_vocab_size": None if draft_vocab_size == vocab_size else draft_vocab_size,
-        "norm_before_fc": said["norm_before_fc"] or "reader.input_norm.weight" in named,
-        "fc_norm": said["fc_norm"] or "reader.fc_norm.0.weight" in named,
+        "norm_before_fc": given["norm_before_fc"] or "reader.input_norm.weight" in named,
+        "fc_norm": given["fc_norm"] or "reader.fc_norm.0.weight" in named,
         "fc_bias": "reader.fc.bias" in named,
-        "own_embeddings": said["own_embeddings"] and EMBEDDINGS in named,
+        "own_embeddings": given["own_embeddings"] and EMBEDDINGS in named,
         "own_head": head is not None or draft_vocab_size not in (None, vocab_size),
     }
     return Eagle3Settings(**settings if num_reads else {**settings, "reads": None, "layer_ids": None})

@@ -126,7 +126,7 @@ class Eagle3Model(PreTrainedModel):
         self.agreement: list[float] = []
         self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head; a tuple: not submodules
 
-    def meet(self, target: CausalLM, reads: Sequence[int]) -> None:
+    def set_target(self, target: CausalLM, reads: Sequence[int]) -> None:
         """Set the target whose embeddings and LM head may be used, and its layers to read (`[]`: its final state)."""
         self._targets = target.get_input_embeddings(), target.get_output_embeddings()
         self.settings = replace(self.settings, reads=list(reads))

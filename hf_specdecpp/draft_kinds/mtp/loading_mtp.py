@@ -84,7 +84,7 @@ class Mtp(PublishedKind):
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
 
-    def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:  # noqa: ARG002
+    def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
         layers, target = parts.module, how.target
         made = [one_layer(tensors, place, target, layers.source) for place, tensors in enumerate(layers.tensors)]
         drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
 from hf_specdecpp.drafting.drafter import Drafter, read, read_chain
@@ -78,8 +78,8 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
         raise ValueError(f"{type(target).__name__} {reason}. Use an independent draft.")
     model = with_layers(target, [_like(text, place)])
     decoder = inner_decoder(model)
-    for kind, said, usual in KINDS:
-        if (wanted := _wanted(text, place, said, usual)) is not None and getattr(text, kind, None):
+    for kind, listed, usual in KINDS:
+        if (wanted := _wanted(text, place, listed, usual)) is not None and getattr(text, kind, None):
             setattr(decoder.config, kind, [wanted])
     stack, layers = layer_stack(decoder, model)
     loaded = _loaded(tensors, decoder, stack, target, source)
@@ -99,15 +99,15 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
 def _like(config: Any, place: int) -> int:
     """Return the index of the target's last layer that matches the kinds of a multi-token layer as far as possible."""
     chosen = list(range(config.num_hidden_layers))
-    for kind, said, usual in KINDS:
-        wanted, kinds = _wanted(config, place, said, usual), getattr(config, kind, None)
+    for kind, listed, usual in KINDS:
+        wanted, kinds = _wanted(config, place, listed, usual), getattr(config, kind, None)
         chosen = [layer for layer in chosen if kinds and kinds[layer] == wanted] or chosen
     return chosen[-1]
 
 
-def _wanted(config: Any, place: int, said: str, usual: str | None) -> str | None:
+def _wanted(config: Any, place: int, listed: str, usual: str | None) -> str | None:
     """Return the kind of a multi-token layer: from the config, else `usual` if the target has layers of that kind."""
-    kinds = getattr(config, said, None)
+    kinds = getattr(config, listed, None)
     if kinds:
         return str(kinds[min(place, len(kinds) - 1)])
     return usual if usual in (getattr(config, "layer_types", None) or ()) else None
@@ -207,7 +207,7 @@ class LayerRows:
         self.count = self.first = 0
         self.states: Any = None
 
-    def offer(self, states: Tensor, row: int) -> None:
+    def write(self, states: Tensor, row: int) -> None:
         """Set the states of the rows from `row` on, replacing earlier ones."""
         if self.states is None:
             self.states, self.first = states, row
@@ -263,7 +263,7 @@ class LayersSession(DraftingSession):
         self._text = torch.cat((self._text, tokens), dim=1)
         rows = self.length - 1
         states = states[:, -min(states.shape[1], rows) :]
-        self.layers[0].offer(states, rows - states.shape[1])
+        self.layers[0].write(states, rows - states.shape[1])
         self.unread, self.passes = rows - self.layers[0].count, 0
 
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -276,7 +276,7 @@ class LayersSession(DraftingSession):
             states = layer.states[:, begin - layer.first : rows - layer.first]
             hidden = layer.read(torch.cat((self._text[:, first:], *drawn), dim=1), states)
             if place + 1 < len(self.layers):
-                self.layers[place + 1].offer(hidden, begin)
+                self.layers[place + 1].write(hidden, begin)
         else:
             hidden = layer.read(candidates[-1].view(1, 1), self._last)
         self._last, self.unread = hidden[:, -1:], 0
@@ -300,13 +300,13 @@ class LayerSteps(RoundSteps):
         super().__init__(self.layers[0], vocab_size, tuple(layers), self.layers[0].fusion.width)
         self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
 
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - chains alone
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         parts = [cache.part(place, 1) for place in range(len(self.layers))]  # each layer is the first of its model
         tokens, count = functional.pad(window.tokens, (0, len(parts))), window.tokens.shape[1]
         states: Any = window.states
         for place, (layer, part) in enumerate(zip(self.layers, parts, strict=True)):
             states = read_chain(layer, part, layer.known(tokens[:, place : place + count]), states)
-            hidden = at_last(states, window.last)
+            hidden = last_rows(states, window.last)
             level = yield layer.logits(hidden, self.vocab_size)[:, None], hidden[:, None]
             tokens = tokens.scatter(1, window.last[:, None] + 1 + place, level.tokens)
         cache.length.add_(window.last + 1)

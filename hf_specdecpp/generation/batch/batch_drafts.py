@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains, pays_to_go_on
+from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains, should_continue
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget
 from hf_specdecpp.generation.output_text import OutputText, Round
 from hf_specdecpp.lookup.looking_up import count_together
-from hf_specdecpp.throughput.known_costs import Drafting as Drafted
+from hf_specdecpp.throughput.known_costs import DraftWork
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
@@ -26,12 +26,12 @@ class BatchDrafts(Drafts):
         self.together = first.setup.drafter.batch([each.session for each in generators])
 
     @torch.inference_mode()
-    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         if texts[0].generator.is_paused:
             self.times = None
             return [Chain() for _ in texts]
         if self.plan is not None:
-            self.plan.follow(max(text.length for text in texts))
+            self.plan.set_length(max(text.length for text in texts))
         # Costs are those of a complete batch, so they are measured only until a row has ended.
         times = self.times if len(texts) == self.count else None
         if times is not None:
@@ -46,7 +46,7 @@ class BatchDrafts(Drafts):
         if times is not None:
             passes = max(each.session.passes for each in generators)
             further = max(max(chain.num_drawn for chain in chains) - passes, 0)
-            times.drafted(None if any(chain.looked_up for chain in chains) else Drafted(passes, read - 1, further))
+            times.drafted(None if any(chain.looked_up for chain in chains) else DraftWork(passes, read - 1, further))
         for each, chain in zip(generators, chains, strict=True):
             chain.passes = each.session.passes
         return [*chains]
@@ -62,7 +62,7 @@ class BatchDrafts(Drafts):
     def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[Chain]:
         def prepare(asking: dict[int, list[Tensor]]) -> bool:
             rules = [rule for place in asking if (rule := generators[place].method.rule) is not None]
-            goes_on = not any(asking.values()) or pays_to_go_on(rules, len(generators))
+            goes_on = not any(asking.values()) or should_continue(rules, len(generators))
             if goes_on:
                 self.together.run_draft(asking)
             return goes_on
@@ -71,7 +71,7 @@ class BatchDrafts(Drafts):
 
     def record_outcome(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
-            each.text.generator.record_outcome(each.tree, each.verdict.path, each.text.before)
+            each.text.generator.record_outcome(each.tree, each.result.path, each.text.before)
         if self.times is not None and len(rounds) == self.count:
             self.times.end(max(each.text.before for each in rounds), rounds[0].width)
 

@@ -50,14 +50,14 @@ class BatchTarget(TargetSide):
     ) -> None:
         super().__init__(model, texts, config)
         self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
-        self.model_kwargs = self.states.asked_for(model_kwargs)
-        self.text = BatchContext(model, cache_among(model_kwargs), len(texts))
-        self.held: dict[int, Any] = {}  # keys and values of rows that have left, by index
+        self.model_kwargs = self.states.requesting(model_kwargs)
+        self.context = BatchContext(model, cache_among(model_kwargs), len(texts))
+        self.ended_rows: dict[int, Any] = {}  # keys and values of rows that have left, by index
         # The condition of plain generation.
         self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)
         for text in texts:
             text.goes_on = not self.pads
-        is_users = getattr(self.text.cache, "_is_user_defined", False)  # set by `generate()`
+        is_users = getattr(self.context.cache, "_is_user_defined", False)  # set by `generate()`
         self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
@@ -68,9 +68,9 @@ class BatchTarget(TargetSide):
         mask = self.model_kwargs.get("attention_mask")
         self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
         refusals.check_numbers(self.model, outputs.logits, self.prompt_mask)
-        self.text.record_pass(self.prompt_mask)
+        self.context.record_pass(self.prompt_mask)
         self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
-        self._hand_out(rounds, outputs)
+        self._split(rounds, outputs)
 
     @property
     def forward_arguments(self) -> dict[str, Any]:
@@ -78,31 +78,31 @@ class BatchTarget(TargetSide):
 
     def enter(self, passes: CapturedTarget) -> None:
         passes.watch(self.generator.setup.drafter.reads)
-        passes.begin_texts(self.text.cache, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
+        passes.begin_texts(self.context.cache, self.context.valid.shape[1], self.context.valid, self.positions[:, None])
 
     def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
         rounds = [Round(text, Chain(row[1:])) for text, row in zip(texts, tokens.tolist(), strict=True)]
         logits: Tensor = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits
-        self.text.roll_back()
+        self.context.roll_back()
         return logits
 
     def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
-        lengths, prompt = torch.tensor([text.length - 1 for text in texts]), self.text.valid
+        lengths, prompt = torch.tensor([text.length - 1 for text in texts]), self.context.valid
         further = int(lengths.max()) - prompt.shape[1] if texts else 0
         if texts and (further or len(texts) < len(prompt)):
             valid = functional.pad(prompt[rows], (0, further), value=True)
             valid &= torch.arange(valid.shape[1]) < lengths[:, None]
-            held = zip(rows, lengths.tolist(), strict=True)
-            self.text.fill([passes.text.cache.held_of(row, length) for row, length in held], valid)
+            rows_of = zip(rows, lengths.tolist(), strict=True)
+            self.context.set_rows([passes.context.cache.keys_values_of(row, length) for row, length in rows_of], valid)
             self.positions = self.positions[rows] + lengths - prompt.shape[1]
 
-    def hold(self, text: OutputText, held: Callable[[], Any]) -> None:
+    def save_row(self, text: OutputText, keys_values: Callable[[], Any]) -> None:
         if self.carries_cache:
-            self.held[self.places[id(text)]] = held()
+            self.ended_rows[self.places[id(text)]] = keys_values()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
         """Remove masked columns from the cache if they are many; time a pass over one token per row if necessary."""
-        self.text.close_up()
+        self.context.close_up()
         if len(texts) == len(self.texts):
             rounds = [Round(text, Chain()) for text in texts]
             self.time_plain_pass(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
@@ -113,17 +113,17 @@ class BatchTarget(TargetSide):
         work, clock = self.work_clock(), time.perf_counter()
         outputs = self.states.catch(self.model, **inputs, return_dict=True)
         if self.device.type == "cpu":
-            self.took = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
-        self.text.record_pass(is_token)
-        self._hand_out(rounds, outputs)
+            self.timed_pass = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
+        self.context.record_pass(is_token)
+        self._split(rounds, outputs)
         for each in rounds:
             each.width = is_token.shape[1]
 
-    def _hand_out(self, rounds: Sequence[Round], outputs: Any) -> None:
+    def _split(self, rounds: Sequence[Round], outputs: Any) -> None:
         """Split the outputs and states of a pass by row."""
         states = self.states.by_row(len(rounds))
         width = max(len(each.tree) for each in rounds) + 1
-        cache = SimpleNamespace(layers=self.text.layers)
+        cache = SimpleNamespace(layers=self.context.layers)
         for place, each in enumerate(rounds):
             logits = outputs.logits[place : place + 1, -width:][:, : len(each.tree) + 1]
             each.text.states = states[place]
@@ -140,7 +140,7 @@ class BatchTarget(TargetSide):
         if not rounds[0].is_prompt:
             kept_of_rows = torch.tensor([each.emitted.kept for each in rounds])
             fed = torch.tensor([1 + len(each.tree) for each in rounds])
-            self.text.commit(kept_of_rows, of=fed)
+            self.context.commit(kept_of_rows, of=fed)
             self.positions += kept_of_rows
 
     def _inputs(self, rounds: Sequence[Round], is_token: Tensor) -> dict[str, Any]:
@@ -151,9 +151,9 @@ class BatchTarget(TargetSide):
         positions = self.positions[:, None] + is_token.cumsum(dim=1) - 1
         kwargs = {
             **self.model_kwargs,
-            "attention_mask": self.text.mask(is_token),
+            "attention_mask": self.context.mask(is_token),
             "position_ids": positions.to(self.device),
-            CACHE: self.text.cache,
+            CACHE: self.context.cache,
         }
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             tokens.to(self.device), next_sequence_length=count, is_first_iteration=False, **kwargs
@@ -181,16 +181,16 @@ class BatchTarget(TargetSide):
         further = each.text.length - self.prompt_mask.shape[1]
         if not further or not attentions:  # sdpa returns no attentions
             return tuple(attentions)
-        # `held`: the row's columns in the cache; `shown`: their columns in plain generation.
+        # `stored`: the row's columns in the cache; `shown`: their columns in plain generation.
         num_candidates, fed = len(each.tree), attentions[0].shape[2]
         count = num_candidates + 1
-        held = self.text.valid[place].clone()
-        held[held.shape[0] - fed + count :] = False
+        stored = self.context.valid[place].clone()
+        stored[stored.shape[0] - fed + count :] = False
         shown = functional.pad(self.prompt_mask[self.places[id(each.text)]], (0, further + num_candidates), value=True)
         rows = []
         for layer in attentions:
             row = layer.new_zeros(*layer.shape[:2], count, len(shown))
-            row[..., shown.to(layer.device)] = layer[:, :, :count][..., held.to(layer.device)]
+            row[..., shown.to(layer.device)] = layer[:, :, :count][..., stored.to(layer.device)]
             rows.append(row)
         return tuple(rows)
 
@@ -211,9 +211,9 @@ class BatchTarget(TargetSide):
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):
-            self.hold(texts[place], partial(self.text.of_row, place))
+            self.save_row(texts[place], partial(self.context.row, place))
         self.positions = self.positions[list(places)]
-        self.text.select(places)
+        self.context.select(places)
 
     def complete(self, texts: Sequence[OutputText]) -> None:
         """Leave the cache as plain generation leaves it: all columns but the last, including padding after ended rows.
@@ -226,7 +226,7 @@ class BatchTarget(TargetSide):
         columns, shortest = sequences.shape[1] - 1, min(self._lengths(texts)) - 1
         further = columns - self.prompt_mask.shape[1]
         mask = functional.pad(self.prompt_mask, (0, further), value=True)
-        self.text.restore([held for _, held in sorted(self.held.items())], mask[:, :shortest])
+        self.context.restore([row for _, row in sorted(self.ended_rows.items())], mask[:, :shortest])
         if columns > shortest:
             kwargs = extended(self.model_kwargs, further)
             inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
@@ -237,7 +237,7 @@ class BatchTarget(TargetSide):
 
     def end(self) -> None:
         if not self.is_restored:
-            self.text.cache.layers = [_UsedUp()]
+            self.context.cache.layers = [_UnusableLayer()]
 
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         sequences = self._sequences(texts)
@@ -245,7 +245,7 @@ class BatchTarget(TargetSide):
             return sequences
         for text in texts:
             text.records.cut(sequences.shape[1] - self.prompt_mask.shape[1])
-        return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.text.cache)
+        return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.context.cache)
 
     def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
         """Lengths of the output rows; without EOS ids rows are cut at the length at which all have ended."""
@@ -270,7 +270,7 @@ def _is_token(rounds: Sequence[Round]) -> Tensor:
     return torch.arange(int(fed.max())) < fed[:, None]
 
 
-class _UsedUp(DynamicLayer):
+class _UnusableLayer(DynamicLayer):
     """Replaces the layers of a batch's cache that cannot be reused."""
 
     def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -317,7 +317,7 @@ class InStep(AssistedDecoding):
                 break
             going = [walk for walk in going if walk.node is not None]
         for each in rounds:
-            each.verdict = walks[id(each.text)].verdict
+            each.result = walks[id(each.text)].result
 
     def _process(self, walks: dict[int, Walk], going: list[Walk]) -> list[Tensor]:
         """The processed scores `[vocab]` of the rows `going`. As in plain generation, processors get all rows: ended

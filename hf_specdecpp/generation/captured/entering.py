@@ -16,14 +16,14 @@ from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, R
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.fixed_cache import why_not_in_place, why_not_rooms
+from hf_specdecpp.cuda_graphs.fixed_cache import why_not_copied, why_not_in_place
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
     are_captured_whole_alone,
     memory_ended,
-    note,
     pass_widths,
+    record_reason,
     warn,
     with_captured_passes,
 )
@@ -65,7 +65,7 @@ def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) ->
     if not isinstance(found, str):
         return found
     warn(usual, found)
-    note(texts, found, "step by step")
+    record_reason(texts, found, "step by step")
     return drafts, usual
 
 
@@ -86,14 +86,14 @@ def _parts(
         is_entered = True
     except torch.OutOfMemoryError as error:
         passes.close()
-        del passes.text
+        del passes.context
         return memory_ended(error)
     finally:
         passes.busy = is_entered
     if own is None:
-        note(texts, None, f"step by step: {not_whole}")
+        record_reason(texts, None, f"step by step: {not_whole}")
         return with_captured_passes(texts, passes, usual)
-    note(texts, None, "captured" if own.process is None else BETWEEN)
+    record_reason(texts, None, "captured" if own.process is None else BETWEEN)
     return own, RoundGraphs(own, passes, drafts, usual)
 
 
@@ -112,7 +112,7 @@ def _enter(
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
+    except Exception as error:  # noqa: BLE001 - any forward may fail with our masks and caches
         cannot = passes.graphs.cannot(error)
         reason = f"its pass cannot be captured ({cannot})"
         passes.why_not = None if cannot.is_passing else reason
@@ -180,7 +180,7 @@ def _why_not(side: TargetSide) -> str | None:
         return "the target is quantised"
     if torch.is_autocast_enabled(side.device.type):  # its copies of weights live only within its context
         return "autocast is on"
-    if (reason := why_not_in_place(target) or why_not_rooms(cache := cache_among(model_kwargs))) is not None:
+    if (reason := why_not_in_place(target) or why_not_copied(cache := cache_among(model_kwargs))) is not None:
         return reason
     if side.foreign is not None:
         return f"the target runs {side.foreign.name}, which a graph would not call"
@@ -208,7 +208,7 @@ def why_not_whole(texts: Sequence[OutputText]) -> str | None:
         return "lookups are made on the host"
     if (steps := generator.round_steps) is None:
         return "the steps of this draft are not captured"
-    if generator.successors is not None:
+    if generator.corrections is not None:
         return "what the target said lately is looked up on the host"
     if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):
         return "costs that are given or assumed are reckoned with on the host"

@@ -75,7 +75,7 @@ class GraphDrafts(Drafts):
         """Seconds of a round of this shape, which is then rolled back."""
         return self.rounds.time(shape, self.rules, self.process)
 
-    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         attempt(partial(self._propose, texts), of_draft=True)
         return [self.unread] * len(texts)
 
@@ -98,10 +98,10 @@ class GraphDrafts(Drafts):
     def record_outcome(self, rounds: Sequence[Round]) -> None:
         self.tiers.record_round(self.shape, [each.outputs for each in rounds])
         for each in rounds:
-            generator, tree, path = each.text.generator, each.tree, each.verdict.path
+            generator, tree, path = each.text.generator, each.tree, each.result.path
             if self.shape.width > 1 and self.rates is not None:
                 self.rates.observe_tree(tree.judged(path))
-            generator.note_captured(each.outputs.estimates)
+            generator.record_estimates(each.outputs.estimates)
             generator.record_outcome(tree, path, each.text.before)
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
@@ -135,18 +135,18 @@ class GraphTarget(RoundTarget):
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
         return self.usual.are_unfinished(texts)
 
-    def instead(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
+    def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
         self.warn(failure)
         if failure.is_memory:
             self.passes.close()
         self.leave(texts)
         if failure.is_memory:
-            del self.passes.text
+            del self.passes.context
         return self.drafts, self.usual
 
     def warn(self, failure: GraphsFailedError) -> None:
         """Record why rounds run without graphs, and warn once."""
-        note(self.texts, str(failure), f"step by step: {failure}")
+        record_reason(self.texts, str(failure), f"step by step: {failure}")
         if failure.why_not_draft is not None:
             self.usual.generator.setup.drafter.give_up(failure.why_not_draft)
         else:
@@ -164,8 +164,8 @@ class GraphTarget(RoundTarget):
         passes = self.passes
         made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
-        rooms = [passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
-        stats.graph_bytes = sum(each.num_bytes for each in made) + sum(each.num_bytes for each in rooms)
+        caches = [passes.caches, *(rounds.draft.caches for rounds in self.rounds)]
+        stats.graph_bytes = sum(each.num_bytes for each in made) + sum(each.num_bytes for each in caches)
         for each in made:
             if each.why_not and stats.uncaptured is None:
                 what = "its pass" if each is passes.graphs else "a round"
@@ -176,41 +176,41 @@ class RoundGraphs(GraphTarget):
     """Whole rounds as graphs: the device draws the candidates and verifies them.
 
     Args:
-        own: launches the graph of the draft.
+        graph_drafts: launches the graph of the draft.
     """
 
-    def __init__(self, own: GraphDrafts, passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
-        super().__init__(own.texts, passes, drafts, usual)
-        self.own, self.rounds = own, [own.rounds]
+    def __init__(self, graph_drafts: GraphDrafts, passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
+        super().__init__(graph_drafts.texts, passes, drafts, usual)
+        self.graph_drafts, self.rounds = graph_drafts, [graph_drafts.rounds]
 
     def read(self, rounds: Sequence[Round]) -> None:
-        for each, report in zip(rounds, attempt(self.own.verify), strict=True):
+        for each, report in zip(rounds, attempt(self.graph_drafts.verify), strict=True):
             emitted = [*map(report.tree.tokens.__getitem__, report.path), report.token]
             # No scores: with requested scores rounds are not captured whole.
-            each.verdict, each.is_verified = RoundResult(report.path, emitted, NO_SCORES, NO_SCORES), True
+            each.result, each.is_verified = RoundResult(report.path, emitted, NO_SCORES, NO_SCORES), True
             each.tree, each.outputs = report.tree, report
 
     def commit(self, rounds: Sequence[Round]) -> None:
         """Count the emitted tokens as cached; the graphs have updated the caches of both models."""
-        self.passes.text.held += rounds[0].emitted.kept
+        self.passes.context.num_tokens += rounds[0].emitted.kept
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):
             row, length = self.texts.index(texts[place]), texts[place].length - 1
-            self.usual.hold(texts[place], partial(self.passes.text.cache.held_of, row, length))
+            self.usual.save_row(texts[place], partial(self.passes.context.cache.keys_values_of, row, length))
 
-    def instead(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
+    def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
         for text in texts:
             if failure.is_memory:  # the draft's caches are freed
-                text.generator.stop()
+                text.generator.stop_drafting()
             else:
-                text.generator.begin_again()
+                text.generator.restart_draft()
         if failure.is_memory:
-            self.own.rounds.draft.close()
+            self.graph_drafts.rounds.draft.close()
         elif not are_captured_whole_alone(self.usual):
             self.warn(failure)
             return with_captured_passes(self.texts, self.passes, self.usual)
-        return super().instead(failure, texts)
+        return super().after_failure(failure, texts)
 
 
 class DraftsBesideGraphs(Drafts):
@@ -248,7 +248,7 @@ class PassGraphs(GraphTarget):
             tokens = extend(tokens, candidates)
         each.outputs = self.passes.read(tokens, shape)
         each.outputs.logits = each.outputs.logits.clone()  # the next pass overwrites the original
-        self.usual.states.give(each.outputs.states)
+        self.usual.states.set_states(each.outputs.states)
 
     def commit(self, rounds: Sequence[Round]) -> None:
         self.usual.take_states(rounds[0])
@@ -292,7 +292,7 @@ def are_captured_whole_alone(usual: TargetSide) -> bool:
     return not isinstance(usual, SingleTarget) or usual.generator.setup.drafter.shares_cache
 
 
-def note(texts: Sequence[OutputText], reason: str | None, made: str) -> None:
+def record_reason(texts: Sequence[OutputText], reason: str | None, made: str) -> None:
     """Record in the statistics why passes are not captured (`reason`), and how rounds run (`made`)."""
     for text in texts:
         text.stats.uncaptured, text.stats.decided["rounds"] = reason, made

@@ -17,7 +17,7 @@ from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
-from hf_specdecpp.cuda_graphs.fixed_cache import LEAST_ROOM, room_for
+from hf_specdecpp.cuda_graphs.fixed_cache import MIN_CAPACITY, capacity_for
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.parts import GraphDrafts, GraphTarget, pass_widths
 from hf_specdecpp.generation.decoding import AssistedDecoding
@@ -30,7 +30,7 @@ from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.round_shapes import SPARE
 
-PROMPT, ROUNDS = 8, 2  # tokens of the prompt; ordinary rounds in each room
+PROMPT, ROUNDS = 8, 2  # tokens of the prompt; ordinary rounds in caches of each size
 USUAL_LENGTH = 2048  # tokens
 
 
@@ -68,23 +68,23 @@ class WarmUpDecoding(AssistedDecoding):
             drafts.begin_texts()
         self.generator.times = None  # seconds of these rounds are not typical
         further = 2 * width_of(self.most + 1) + SPARE
-        room = LEAST_ROOM
-        while room <= room_for(self.side.config.max_length + further):
-            target.passes.text.with_room(room)
+        capacity = MIN_CAPACITY
+        while capacity <= capacity_for(self.side.config.max_length + further):
+            target.passes.context.with_capacity(capacity)
             if isinstance(drafts, GraphDrafts):
                 self._make_whole_rounds(drafts)
             else:
-                self._read_target(target.passes, room)
-            room *= 2
+                self._read_target(target.passes, capacity)
+            capacity *= 2
 
     def _make_whole_rounds(self, drafts: GraphDrafts) -> None:
         for shape in {RoundShape(0), *drafts.tiers.shapes}:
             drafts.time(shape)
 
-    def _read_target(self, passes: CapturedTarget, room: int) -> None:
+    def _read_target(self, passes: CapturedTarget, capacity: int) -> None:
         """Run a pass of each width, for trees also moving rows of a path, then some ordinary rounds."""
         for width in pass_widths(self.most):
-            if width <= min(room - passes.text.held, MOST_CANDIDATES + 1):
+            if width <= min(capacity - passes.context.num_tokens, MOST_CANDIDATES + 1):
                 places = torch.arange(width, device=passes.device)
                 as_tree = width > 1 and self.generator.method.for_trees
                 passes.read(places[None] * 0, (places <= places[:, None], places) if as_tree else None)
@@ -113,13 +113,13 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options
         target.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            custom_generate=partial(_rehearse, WarmUp(setup)),
+            custom_generate=partial(_warm_up_rounds, WarmUp(setup)),
             **{**options, "max_length": max_length, "return_dict_in_generate": False},
         )
     return time.perf_counter() - begin
 
 
-def _rehearse(
+def _warm_up_rounds(
     assistant: WarmUp,
     target: CausalLM,
     input_ids: Tensor,

@@ -53,7 +53,7 @@ class Attached:
 
 
 # Stored here, so that targets are unchanged. Calls read these without the lock; changes need it. The lock is reentrant,
-# because the garbage collector may call `_take_off` in a thread that holds it.
+# because the garbage collector may call `_restore_methods` in a thread that holds it.
 _attached: WeakKeyDictionary[CausalLM, Attached] = WeakKeyDictionary()
 NOTHING = Attached()  # of targets without assistants
 _assistants: WeakSet[Any] = WeakSet()  # all that exist
@@ -72,7 +72,7 @@ def answer_calls(assistant: Assistant) -> None:
     """Called once for a new assistant: `generate(assistant_model=assistant)` then attaches it when necessary."""
     with _lock:
         _assistants.add(assistant)
-        finalize(assistant, _take_off).atexit = False
+        finalize(assistant, _restore_methods).atexit = False
         _put_on(GenerationMixin)
 
 
@@ -82,7 +82,7 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
     with _lock:
         if (found := _attached.get(target)) is None:
             found = _attached[target] = Attached()
-            finalize(target, _take_off).atexit = False
+            finalize(target, _restore_methods).atexit = False
         found.assistants.add(assistant)
         _put_on(type(target))
 
@@ -100,7 +100,7 @@ def detach(assistant: nn.Module, target: CausalLM) -> None:
         if is_attached(assistant, target):
             set_default(assistant, target, False)
             _attached[target].assistants.discard(assistant)
-            _take_off()
+            _restore_methods()
 
 
 def is_attached(assistant: Any, target: CausalLM) -> bool:
@@ -190,7 +190,7 @@ def _put_on(kind: type[Any]) -> None:
             _changed.add(owner)
 
 
-def _take_off() -> None:
+def _restore_methods() -> None:
     """Restore the original methods of classes whose replacements no assistant needs any more."""
     with _lock:
         used: list[type[Any]] = [type(target) for target, found in _attached.items() if list(found.assistants)]

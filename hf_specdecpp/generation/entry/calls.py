@@ -30,7 +30,7 @@ from hf_specdecpp.generation.refusals import (
     check_for_one,
     check_foreign,
     check_inputs,
-    ends_as_told,
+    ends_predictably,
     warn_of_ignored,
 )
 from hf_specdecpp.generation.single_target import SingleTarget
@@ -121,7 +121,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     foreign = check_foreign(target, cache_among(model_kwargs), 1)
     processors = call.processors
-    if not all(ends_as_told(each, config) for each in call.criteria):  # a criterion that the draft cannot foresee
+    if not all(ends_predictably(each, config) for each in call.criteria):  # a criterion that the draft cannot foresee
         processors = in_order(processors, call.criteria)
     try:
         generator = assistant.start_generation(target, config, processors, model_kwargs.get("attention_mask"))

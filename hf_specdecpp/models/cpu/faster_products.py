@@ -29,14 +29,14 @@ LEAST_ELEMENTS = 100_000  # of a weight; smaller layers gain less than the call 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Here(local):
+class _Local(local):
     """The contexts that this thread has entered. The last one determines how layers multiply."""
 
     def __init__(self) -> None:
         self.contexts: list[Mapping[nn.Linear, Forward]] = [{}]
 
 
-_here = _Here()
+_local = _Local()
 # In all threads, guarded by the lock: number of contexts of each layer, and of contexts that group attention.
 _uses: Counter[nn.Linear] = Counter()
 _groups: Counter[str] = Counter()
@@ -119,12 +119,12 @@ class FasterProducts:
             for layer in self.layers:
                 _uses[layer] += 1
                 vars(layer).setdefault("forward", MethodType(_multiply, layer))
-        _here.contexts.append(self.layers)
+        _local.contexts.append(self.layers)
         background.begin_text()
 
     def __exit__(self, *_: object) -> None:
         background.end_text()
-        _here.contexts.pop()
+        _local.contexts.pop()
         with _lock:
             for layer in self.layers:
                 _uses[layer] -= 1
@@ -140,7 +140,7 @@ class FasterProducts:
 
 def _multiply(layer: nn.Linear, input: Tensor) -> Tensor:
     """Forward of a layer in a context of any thread; PyTorch's own unless this thread is in that context."""
-    here = _here.contexts[-1].get(layer)
+    here = _local.contexts[-1].get(layer)
     return functional.linear(input, layer.weight, layer.bias) if here is None else here(input)
 
 

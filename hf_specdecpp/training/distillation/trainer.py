@@ -219,7 +219,7 @@ class DistillationTrainer(Trainer):
         self,
         model: nn.Module,
         inputs: dict[str, Any],
-        return_outputs: bool = False,  # noqa: ARG002 - the signature that Trainer calls
+        return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """The draft's loss, averaged over all answer tokens of a step. `ValueError` if the loss is not finite."""
@@ -240,8 +240,8 @@ class DistillationTrainer(Trainer):
         self,
         model: nn.Module,
         inputs: dict[str, Any],
-        prediction_loss_only: bool,  # noqa: ARG002 - the signature that Trainer calls
-        ignore_keys: list[str] | None = None,  # noqa: ARG002
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Called for each batch of `evaluate`. Returns no loss, then for each row the sums of acceptance and agreement
         by step and the number of positions, `[batch, 2 * steps + 1]`, and the row's source `[batch]`."""

@@ -11,7 +11,7 @@ from support.files.checkpoints import edited, in_shards
 from support.files.mtp_files import DEPTH, FAMILIES, HIDDEN, HYBRID, VOCAB, Files, dense, load
 from support.files.repos import WORDS, change_json, files_of, tokenizer
 from support.runs.hub_server import HubServer
-from support.targets.models import prompt, tiny, told
+from support.targets.models import configured, prompt, tiny
 from support.targets.rounds_anew import check_rounds
 from support.targets.watchers import heard
 from transformers.generation import candidate_generator
@@ -37,7 +37,7 @@ def shards_of(folder: Path) -> list[str]:
 
 def accepted(target: CausalLM, assistant: SpecDecPPAssistant) -> list[int]:
     """What was accepted at each place, of a text that is the target's own."""
-    told(assistant, **FIXED)
+    configured(assistant, **FIXED)
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=30, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=30, do_sample=False))
     return assistant.stats.accepted_at

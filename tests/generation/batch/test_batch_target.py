@@ -69,7 +69,7 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
         is_mpt = kind == "mpt"
         draft = copy.deepcopy(model_of(kind)).float() if is_mpt else models.partly_agreeing(models.tiny(kind), 0.9)
         assistant = SpecDecPPAssistant.from_draft(draft, target)
-    models.told(assistant, rule="fixed", num_tokens=3, draft_successors=False)  # the rows share the table
+    models.configured(assistant, rule="fixed", num_tokens=3, draft_successors=False)  # the rows share the table
     drafted: dict[Any, list[list[int]]] = {}
     saw = SpecDecPPCandidateGenerator.record_outcome
 
@@ -264,7 +264,7 @@ def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytes
 
     def check(self: BatchTarget, texts: list[OutputText]) -> None:
         prepare(self, texts)
-        valid, cache = self.text.valid, self.text.cache
+        valid, cache = self.context.valid, self.context.cache
         widths.append(valid.shape[1])
         for place, each in enumerate(texts):
             text, own = each.ids[:, :-1], valid[place]
@@ -301,7 +301,7 @@ def test_positions_that_count_padding_are_noticed(monkeypatch: pytest.MonkeyPatc
     def shifted(self: BatchTarget, original: Any, *arguments: Any) -> Any:
         inputs = original(self, *arguments)
         columns = inputs["position_ids"].shape[1]
-        inputs["position_ids"] = self.text.valid.shape[1] + torch.arange(columns).expand(len(arguments[0]), -1)
+        inputs["position_ids"] = self.context.valid.shape[1] + torch.arange(columns).expand(len(arguments[0]), -1)
         return inputs
 
     assert wrong(monkeypatch, "_inputs", shifted)
@@ -344,7 +344,7 @@ def test_rows_that_share_random_numbers_are_noticed(enumerate_torch: Any, monkey
     target = small(7)
     assistant = SpecDecPPAssistant.from_draft(small(107), target, speculation=SpeculationConfig("fixed", num_tokens=1))
     inputs = {"input_ids": torch.tensor([[1, 0, 2], [1, 0, 2]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
-    take = AssistedDecoding._take
+    take = AssistedDecoding._finish_round
 
     def program(replay: Replay) -> Tokens:
         enumerate_torch(replay)
@@ -356,7 +356,7 @@ def test_rows_that_share_random_numbers_are_noticed(enumerate_torch: Any, monkey
             take(self, rounds)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(AssistedDecoding, "_take", shared)
+            patch.setattr(AssistedDecoding, "_finish_round", shared)
             output = generate(target, inputs, assistant, do_sample=True, top_k=2, max_new_tokens=1)
         return tuple(output[:, 3:].flatten().tolist())
 

@@ -86,7 +86,7 @@ def test_replays_with_other_contents(kind: str, sampled: bool, tmp_path: Path) -
     generate(target, assistant, **(SAMPLED if sampled else {}))
     ((rounds, _),) = captured_target._known[target][1].rounds.values()
     draft = rounds.draft
-    lengths = [rounds.passes.text.cache.length, draft.text.cache.length]
+    lengths = [rounds.passes.context.cache.length, draft.context.cache.length]
     results = [rounds.report, rounds.token, draft.tokens, draft.last, draft.candidates, draft.parents, draft.ancestors]
     results += [draft.count, draft.estimates, *lengths, *(each for each in (draft.states, draft.q) if each is not None)]
     made_of = list(rounds.graphs._graphs.values())
@@ -127,14 +127,14 @@ def judging(drafter: Any) -> AcceptanceHead:
 def noted_trees(patch: pytest.MonkeyPatch) -> list[Any]:
     """Tokens and parents of the trees of rounds from now on."""
     found: list[Any] = []
-    told = captured_rounds.CapturedRounds._told
+    told = captured_rounds.CapturedRounds._report_of
 
     def note(*arguments: Any) -> Any:
         report = told(*arguments)
         found.append((report.tree.tokens, report.tree.parents))
         return report
 
-    patch.setattr(captured_rounds.CapturedRounds, "_told", note)
+    patch.setattr(captured_rounds.CapturedRounds, "_report_of", note)
     return found
 
 
@@ -393,7 +393,7 @@ def test_rows_that_go_on_after_their_end_are_noticed(tmp_path: Path, monkeypatch
 
     def run(rounds: Any, *arguments: Any) -> Any:
         found = told_(rounds, *arguments)
-        kept.append(rounds.passes.text.cache.length.clone())
+        kept.append(rounds.passes.context.cache.length.clone())
         return found
 
     monkeypatch.setattr(captured_rounds.CapturedRounds, "verify", run)

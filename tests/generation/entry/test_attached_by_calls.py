@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.devices.pretend_graph import pretend_graphs
 from support.files.repos import WORDS, save_model
-from support.targets.models import assistant_for, assistant_of, prompt, tiny, told
+from support.targets.models import assistant_for, assistant_of, configured, prompt, tiny
 from support.targets.snapshots import has_our_methods, of_own_class, snapshot
 from support.targets.watchers import heard
 from transformers import GenerationMixin
@@ -293,6 +293,6 @@ def test_models_of_transformers_draft_as_ever() -> None:
     plain, ours = generate(target, assistant_model=theirs), unmet("independent", target)
     assert torch.equal(generate(target, assistant_model=theirs), plain)
     assert attached.assistants_of(target) == []
-    told(ours, **FIXED).attach(target)
+    configured(ours, **FIXED).attach(target)
     assert torch.equal(generate(target, assistant_model=theirs), plain)
     assert ours.stats.rounds == 0

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from support.devices.products import faster, needs_float16, products_of, use_copies
-from support.targets.models import assistant_for, prompt, quiet_later_layers, tiny, told
+from support.targets.models import assistant_for, configured, prompt, quiet_later_layers, tiny
 from support.targets.snapshots import has_our_methods, of_own_class
 from torch import Tensor, nn
 from torch.nn import functional
@@ -305,7 +305,7 @@ def logits_of(target: CausalLM, **arguments: Any) -> Tensor:
 @needs_float16
 def test_generate_uses_copies_and_detach_gives_them_back(target: CausalLM, calls: Calls) -> None:
     expected, state, threads = logits_of(target), set(target.state_dict()), threading.active_count()
-    assistant = told(SpecDecPPAssistant.from_early_exit(target, 1), **FIXED)
+    assistant = configured(SpecDecPPAssistant.from_early_exit(target, 1), **FIXED)
     background.wait()
     torch.testing.assert_close(logits_of(target, assistant_model=assistant), expected)
     assert ("float16", 4) in calls, "the prompt's pass too"
@@ -362,13 +362,13 @@ def test_turned_off_later_they_are_given_back(target: CausalLM, calls: Calls) ->
     assistant = assistant_for(target, **FIXED)
     background.wait()
     assert assistant.copies.bytes > 0
-    told(assistant, **FIXED, cpu_products="off")
+    configured(assistant, **FIXED, cpu_products="off")
     logits_of(target, assistant_model=assistant)
     assert (calls, assistant.copies.bytes) == ([], 0)
 
 
 DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
-    "early exit": lambda target: told(SpecDecPPAssistant.from_early_exit(target, 1), **FIXED),
+    "early exit": lambda target: configured(SpecDecPPAssistant.from_early_exit(target, 1), **FIXED),
     "model": lambda target: assistant_for(target, **FIXED),
     "lookup": lambda target: assist(target, "lookup", default=False),
     "tree": lambda target: assistant_for(target, tree="dyspec", tree_budget=6),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.devices.products import products_of
 from support.targets import models
-from support.targets.models import prompt, quiet_later_layers, tiny, told
+from support.targets.models import configured, prompt, quiet_later_layers, tiny
 from support.targets.watchers import heard
 from torch import nn
 from torch.nn import functional
@@ -78,7 +78,7 @@ def test_only_a_few_rows_of_an_unchanged_weight_are_in_int8() -> None:
 def assistant_of(kind: str, target: Any, **speculation: Any) -> SpecDecPPAssistant:
     if kind != "early exit":
         return models.assistant_of(kind, target, **speculation)
-    return told(SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(3, 46)), **speculation)
+    return configured(SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(3, 46)), **speculation)
 
 
 @pytest.mark.daily(
@@ -118,7 +118,7 @@ def test_a_layer_that_is_the_targets_too_stays_as_it_is(monkeypatch: pytest.Monk
         draft = tiny("llama", num_hidden_layers=2).float()
         draft.model.layers[0], draft.lm_head = target.model.layers[0], target.lm_head
         assistant = SpecDecPPAssistant.from_draft(draft, target)
-        told(assistant, rule="fixed", num_tokens=4, int8_draft=True, cpu_products="off")
+        configured(assistant, rule="fixed", num_tokens=4, int8_draft=True, cpu_products="off")
         found = target.generate(
             prompt(), assistant_model=assistant, output_logits=True, return_dict_in_generate=True, **options
         )

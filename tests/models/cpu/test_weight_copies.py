@@ -352,7 +352,7 @@ def test_copies_that_are_asked_for_while_others_are_counted() -> None:
     def count() -> None:
         try:
             while not end:
-                kept.bytes  # noqa: B018
+                kept.bytes  # noqa: B018 - reading must not raise an error
         except RuntimeError as error:
             errors.append(error)
 

@@ -100,7 +100,7 @@ class Device:
     def __enter__(self) -> None:
         self.device, cuda.device = cuda.device, self.device
 
-    __exit__ = lambda self, *_: self.__enter__()  # noqa: E731
+    __exit__ = lambda self, *_: self.__enter__()  # noqa: E731 - short enough
 
 
 def set_stream(stream: Stream) -> None:

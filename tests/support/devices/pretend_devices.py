@@ -283,7 +283,7 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 # Called with a device and what its current stream has to do, where the host does not wait for that.
-later: Callable[[torch.device, Callable[[], Any]], Any] = lambda _device, work: work()  # noqa: E731
+later: Callable[[torch.device, Callable[[], Any]], Any] = lambda _device, work: work()  # noqa: E731 - reassigned by tests
 
 
 def _copy(into: Tensor, source: Any, non_blocking: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from hf_specdecpp.models.cpu import faster_products, products
-from hf_specdecpp.models.cpu.faster_products import FasterProducts, _here, _is_routed
+from hf_specdecpp.models.cpu.faster_products import FasterProducts, _is_routed, _local
 from hf_specdecpp.models.cpu.products import ProductTimes, has_float16, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
@@ -38,6 +38,6 @@ def products_of(model: nn.Module) -> dict[str, int]:
 
 
 def _product(layer: nn.Linear) -> str:
-    forward = _here.contexts[-1].get(layer) if _is_routed(layer) else None
+    forward = _local.contexts[-1].get(layer) if _is_routed(layer) else None
     made = None if forward is None else inspect.getclosurevars(forward).nonlocals["copy"].made
     return "own" if made is None else str(made.copy.name)

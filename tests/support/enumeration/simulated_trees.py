@@ -65,7 +65,7 @@ class Simulation:
             torch.manual_seed(seed)
             draft, rule = RandomDraft(self.kind, seed, vocab=100), plan.rule(DraftProbability())
             tokens, scores = list[int](), list[torch.Tensor]()
-            plan.follow(0)
+            plan.set_length(0)
             while (rule.should_draft(1) if not tokens else True) and len(tokens) < plan.most:
                 scores.append(draft.at(tuple(tokens)))
                 q = scores[-1].softmax(-1)

@@ -13,7 +13,7 @@ from hf_specdecpp.draft_kinds.known import DFLASH, read_config
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.files.checkpoints import HIDDEN, Numbers, layer_config, written
-from support.targets.models import tiny, told
+from support.targets.models import configured, tiny
 
 VOCAB, DEPTH = 12, 4
 MASK = 11
@@ -128,6 +128,6 @@ def assisted(target: CausalLM, checkpoint: Checkpoint, **settings: Any) -> SpecD
     """An assistant with a checkpoint in memory, as `from_draft` makes it of transformers' class."""
     module = DFLASH.read(checkpoint.config(), checkpoint.tensors(), "The draft")
     config = read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
-    assistant: SpecDecPPAssistant = told(SpecDecPPAssistant(config, None, None, Parts(module=module)), **settings)
+    assistant: SpecDecPPAssistant = configured(SpecDecPPAssistant(config, None, None, Parts(module=module)), **settings)
     assistant.attach(target)
     return assistant

@@ -21,7 +21,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from support.runs.hub_server import HubServer
-from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, tiny, told
+from support.targets.models import VOCAB_SIZE, configured, partly_agreeing, prompt, quiet_later_layers, tiny
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(1, VOCAB_SIZE))]
 PROMPT = prompt(12)
@@ -29,15 +29,15 @@ TEXT = " ".join(WORDS[i] for i in PROMPT[0].tolist())
 
 
 def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
-    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106
+    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
 def ending_tokenizer() -> PreTrainedTokenizerFast:
     """The same, whose last token, `"</s>"`, ends texts and pads them."""
     words = tokenizer([*WORDS[:-1], "</s>"])
-    words.eos_token = words.pad_token = "</s>"  # noqa: S105
+    words.eos_token = words.pad_token = "</s>"
     return words
 
 
@@ -150,7 +150,7 @@ def logits(model: Any) -> Tensor:
 
 def check_round_trip(assistant: SpecDecPPAssistant, target: PreTrainedModel, folder: Path) -> None:
     """Saved and loaded again it drafts the same and estimates the same."""
-    told(assistant, rule="threshold", threshold=0.4, adapt=False)
+    configured(assistant, rule="threshold", threshold=0.4, adapt=False)
     expected = greedy(target)
     assert greedy(target, assistant) == expected
     assistant.save_pretrained(folder)

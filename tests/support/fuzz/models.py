@@ -10,7 +10,14 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.fuzz.cases import Case
-from support.targets.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion, random_layer, told
+from support.targets.models import (
+    VOCAB_SIZE,
+    configured,
+    partly_agreeing,
+    quiet_later_layers,
+    random_fusion,
+    random_layer,
+)
 from support.targets.zoo import tiny_of
 
 RULES: dict[str, dict[str, Any]] = {
@@ -94,4 +101,4 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
         draft = draft_of(case.family, case.attention, case.dtype, case.draft)
         attached = target if case.door == "attached" else None
         assistant = SpecDecPPAssistant.from_draft(draft, attached, head=head_of(case.head, draft), **common)
-    return told(assistant, **RULES[case.rule], **TREES[case.tree])
+    return configured(assistant, **RULES[case.rule], **TREES[case.tree])

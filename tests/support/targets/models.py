@@ -174,10 +174,10 @@ def _solution(inputs: Tensor, outputs: Tensor) -> Tensor:
 def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **speculation: Any) -> Any:
     """An assistant with a partly agreeing draft. `fixed` rounds of 4 candidates unless told otherwise."""
     assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target, mix), target if attached else None)
-    return told(assistant, **(speculation or {"rule": "fixed", "num_tokens": 4}))
+    return configured(assistant, **(speculation or {"rule": "fixed", "num_tokens": 4}))
 
 
-def told(assistant: Any, **knobs: Any) -> Any:
+def configured(assistant: Any, **knobs: Any) -> Any:
     """The assistant with these settings, `rule="threshold"` unless another is among them, and with these values of what
     the package decides otherwise."""
     decided = {field.name for field in fields(Decisions)} & knobs.keys()
@@ -200,7 +200,7 @@ def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAs
         assistant = SpecDecPPAssistant.from_draft(random_layer(target), target)
     else:
         assistant = SpecDecPPAssistant.from_conditioned(target, layers, fusion=random_fusion(target))
-    return told(assistant, **speculation)
+    return configured(assistant, **speculation)
 
 
 def prompt(length: int = 12, seed: int = 0) -> Tensor:
@@ -217,12 +217,12 @@ class Rounds:
         from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 
         self.outcomes: list[tuple[int, int]] = []
-        told = SpecDecPPCandidateGenerator.record_outcome
+        record = SpecDecPPCandidateGenerator.record_outcome
 
         def saw(generator: Any, tree: Any, path: list[int], length: int) -> None:
             if isinstance(tree, Chain) and not generator.is_paused:
                 self.outcomes.append((len(tree), len(path)))
-            told(generator, tree, path, length)
+            record(generator, tree, path, length)
 
         monkeypatch.setattr(SpecDecPPCandidateGenerator, "record_outcome", saw)
 
