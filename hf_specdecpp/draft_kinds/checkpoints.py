@@ -15,10 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from hf_specdecpp.config.value_checks import CURE, LAYER, check_arguments, shown
 from hf_specdecpp.files import Weights, load_strict
 from hf_specdecpp.models.causal_lm import renew_rotary
+
+logger = logging.get_logger("hf_specdecpp")
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -190,6 +193,58 @@ def build(
         if not rotated <= (heads := {each.head_dim for each in model.modules() if hasattr(each, "head_dim")}):
             raise ValueError(f"heads of {heads} numbers cannot be rotated by frequencies for {rotated}")
     return model.eval().requires_grad_(False)
+
+
+def token_ids(
+    named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int | None, source: str
+) -> Tensor | None:
+    """Take the tensors `d2t` and `t2d` out of `named`, and return the target's ids of the draft's tokens,
+    `[draft_vocab_size]`; `None` for all tokens. `ValueError` if they are damaged or missing.
+
+    `d2t` contains the target's id minus the draft's (in some files the target's id itself), and `t2d`, `[vocab_size]`,
+    whether the draft has each of the target's tokens. Example: offsets 0, 0, 3 are the ids 0, 1, 5.
+    """
+    offsets, kept = named.pop("d2t", None), named.pop("t2d", None)
+    count = draft_vocab_size or vocab_size
+    if offsets is None:
+        if count == vocab_size:
+            return None
+        raise ValueError(
+            f"{source} has no d2t, which says what its {count} tokens are among the target's {vocab_size}. The file is "
+            "incomplete: download it again."
+        )
+    if offsets.dtype not in (torch.int64, torch.int32) or tuple(offsets.shape) != (count,):
+        raise ValueError(
+            f"{source}: d2t is {list(offsets.shape)} of {str(offsets.dtype)[6:]}, and must be [{count}] whole numbers "
+            "(int64), one for each of the draft's tokens. The file is damaged: download it again."
+        )
+    if offsets.is_meta:  # an outline: values are read later
+        return None
+    ids = torch.arange(count) + offsets.long()
+    listed = None if kept is None else kept.flatten().bool().nonzero().flatten()  # nonzero lacks some dtypes
+    if listed is not None and not torch.equal(ids.sort().values, listed):
+        if not torch.equal(offsets.long(), listed):
+            raise ValueError(
+                f"{source}: d2t and t2d name different tokens ({count} in d2t, {len(listed)} in t2d), so the draft "
+                "would propose wrong ones. The file is damaged: download it again."
+            )
+        logger.warning(f"{source}: d2t holds the target's ids themselves where offsets are usual. It is read as that.")
+        ids = listed
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or ids.unique().numel() != count:
+        raise ValueError(
+            f"{source}: d2t makes ids from {int(ids.min())} to {int(ids.max())}, {ids.unique().numel()} different ones "
+            f"of {count}. They must be distinct and below vocab_size={vocab_size}: the file is damaged, download it "
+            "again."
+        )
+    return None if count == vocab_size and torch.equal(ids, torch.arange(count)) else ids
+
+
+def offsets_of(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
+    """Return the tensors `d2t` and `t2d` of `token_ids`; none for all tokens."""
+    if ids is None:
+        return {}
+    ids, known = ids.cpu(), torch.zeros(vocab_size, dtype=torch.bool)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": known.index_fill_(0, ids, True)}
 
 
 def not_of_form(source: str, title: str, missing: Iterable[str], unexpected: Iterable[str]) -> str:

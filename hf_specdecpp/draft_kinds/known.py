@@ -9,6 +9,7 @@ from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.draft_kinds.conditioned import Conditioned
 from hf_specdecpp.draft_kinds.dflash.loading_dflash import DFlash
 from hf_specdecpp.draft_kinds.draft_kind import Config, DraftKind, PublishedKind, raw_config
+from hf_specdecpp.draft_kinds.dspark.loading_dspark import DSpark
 from hf_specdecpp.draft_kinds.eagle3.loading_eagle3 import Eagle3
 from hf_specdecpp.draft_kinds.gemma4 import Gemma4
 from hf_specdecpp.draft_kinds.mtp.loading_mtp import Mtp
@@ -17,7 +18,7 @@ from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
 
 INDEPENDENT, EARLY_EXIT, CONDITIONED, LOOKUP = Independent(), EarlyExit(), Conditioned(), Lookup()
-PUBLISHED = DFLASH, EAGLE3, GEMMA4, MTP = DFlash(), Eagle3(), Gemma4(), Mtp()
+PUBLISHED = DSPARK, DFLASH, EAGLE3, GEMMA4, MTP = DSpark(), DFlash(), Eagle3(), Gemma4(), Mtp()
 KINDS: tuple[DraftKind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, *PUBLISHED, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
 

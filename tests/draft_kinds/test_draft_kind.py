@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.devices.pretend_devices import on_device, pretend_devices
-from support.files import dflash_files, gemma4_files, mtp_files
+from support.files import dflash_files, dspark_files, gemma4_files, mtp_files
 from support.files.eagle3_files import VARIANTS as EAGLE3
 from support.files.repos import save_model
 from support.targets.models import assistant_of, configured, partly_agreeing, prompt, tiny
@@ -64,8 +64,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 NAMES = [
-    "independent", "early_exit", "conditioned", "eagle3", "lookup", "eagle3 of others", "dflash", "gemma4", "mtp",
-    "mtp, several layers",
+    "independent", "early_exit", "conditioned", "eagle3", "lookup", "eagle3 of others", "dflash", "dspark",
+    "gemma4", "mtp", "mtp, several layers",
 ]  # fmt: skip
 Pair = tuple[SpecDecPPAssistant, CausalLM]
 
@@ -78,6 +78,11 @@ def pair(name: str, folder: Path) -> Pair:
     if name == "dflash":
         target = dflash_files.target_for()
         return SpecDecPPAssistant.from_pretrained(dflash_files.VARIANTS["windows"].save(folder), target), target
+    if name == "dspark":
+        target = dspark_files.target_for()
+        return SpecDecPPAssistant.from_pretrained(
+            dspark_files.VARIANTS["speculators, rnn"].save(folder), target
+        ), target
     if name.startswith("gemma4"):
         target = gemma4_files.target_for()
         gemma4_files.VARIANTS["plain" if name == "gemma4" else "clusters"].theirs().save_pretrained(folder)

@@ -18,16 +18,15 @@ import torch
 from support.enumeration.exact_distribution import Tokens, exact_distribution, is_caught, worst_error
 from support.enumeration.toy_rounds import VERIFIERS, Models, ToyRound, draft_chain
 from support.enumeration.toy_trees import ToyTree
+from support.files.checkpoints import HIDDEN, Numbers
 from support.files.dflash_files import DEPTH, Checkpoint
 from support.files.stand_ins import TextReading
 from support.targets.models import tiny
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft
-from hf_specdecpp.draft_kinds.known import DFLASH
+from hf_specdecpp.draft_kinds.known import DFLASH, DSPARK
 from hf_specdecpp.drafting.chain import StoppingRule, next_step, point_mass
-from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
@@ -36,7 +35,7 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import follow_tree, verify_sampled
 
 # The block's logits are float32: that is what q is drawn from and told as.
-TOLERANCE = {"block": 1e-12, "lookup": 1e-12, "dflash": 1e-6}
+TOLERANCE = {"block": 1e-12, "lookup": 1e-12, "dflash": 1e-6, "dspark": 1e-6}
 VOCAB, MASK = 3, 2
 ROOT = (1,)  # the text before a round of tables
 TEXT = (1, 0, 2, 1)  # and of the block
@@ -79,18 +78,24 @@ class NotTheSameAgain(LogitsProcessor):
 class Block(Models):
     """A target, its processed distribution after a path, and a block draft that has read the text.
 
-    `session`: in the round after the text."""
+    `session`: in the round after the text. `dspark`: with a bias by the token before, of an rnn, and of two tokens in
+    every second seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dspark: bool = False) -> None:
         super().__init__("plain", VOCAB, seed)
         self.target = tiny("llama", seed, vocab_size=VOCAB, num_hidden_layers=DEPTH, head_dim=8)
-        checkpoint = Checkpoint(block_size=4, seed=seed)
-        raw = {**checkpoint.config(), "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 0, 2]}}
-        model = DFLASH.read(raw, checkpoint.tensors(), "The draft")
-        DFLASH.bind(model, self.target, "The draft")
+        checkpoint = Checkpoint(block_size=4, reads=(0, 1, 2) if dspark else (1, 0, 2), seed=seed)
+        raw = {**checkpoint.config(), "dflash_config": {"mask_token_id": MASK, "target_layer_ids": checkpoint.reads}}
+        kind, tensors = (DSPARK if dspark else DFLASH), checkpoint.tensors()
+        if dspark:
+            raw |= {"vocab_size": VOCAB, "architectures": ["DSparkDraftModel"], "sample_from_anchor": False}
+            tensors |= markov(seed)
+        raw["dflash_config"]["target_layer_ids"] = list(checkpoint.reads)
+        model = kind.read(raw, tensors, "The draft")
+        kind.bind(model, self.target, "The draft")
         self.processing = Processing([NotTheSameAgain()])
         self.p = cache(self._p)  # type: ignore[method-assign]
-        self.session: DraftingSession = DFlashDraft(model, self.target).session(VOCAB)
+        self.session: Any = kind.drafter(model, self.target).session(VOCAB)
         with torch.no_grad(), TargetStates(self.target, model.reader) as caught:
             self.target(torch.tensor([TEXT[:-1]]))
             self.session.read_verified(torch.tensor([TEXT]), 0, caught.states_of())
@@ -105,13 +110,27 @@ class Block(Models):
         return self.session, torch.tensor([TEXT])
 
 
+def markov(seed: int) -> dict[str, Tensor]:
+    """Tensors of a Markov head of rank 2, vanilla for every third seed; for odd seeds the draft has two tokens."""
+    numbers, ids = Numbers(seed + 9), torch.tensor([0, 2])
+    size = len(ids) if seed % 2 else VOCAB
+    found = {"markov_head.markov_w1.weight": 5 * numbers.random(VOCAB, 2),
+             "markov_head.markov_w2.weight": 5 * numbers.random(size, 2)}  # fmt: skip
+    if seed % 3:
+        found |= {"markov_head.joint_proj.weight": numbers.random(6, 4 + HIDDEN),
+                  "markov_head.joint_proj.bias": numbers.random(6)}  # fmt: skip
+    if seed % 2:
+        found |= {"lm_head.weight": numbers.random(size, HIDDEN), "d2t": ids - torch.arange(size)}
+    return found
+
+
 @cache
-def block(seed: int) -> Block:
-    return Block(seed)
+def block(seed: int, dspark: bool) -> Block:
+    return Block(seed, dspark)
 
 
 def models_of(kind: str, seed: int) -> Any:
-    return block(seed) if kind == "dflash" else Tables(kind, seed)
+    return block(seed, kind == "dspark") if kind in ("dflash", "dspark") else Tables(kind, seed)
 
 
 class KindRound(ToyRound):
@@ -151,7 +170,8 @@ CASES += [("block", "threshold/before"), ("lookup", "threshold/before")]  # the 
 
 
 @pytest.mark.daily(
-    "block-block-fixed", "block-dflash-threshold/draft probability", "token-lookup-fixed",
+    "block-block-fixed", "block-dflash-threshold/draft probability", "block-dspark-threshold/draft probability",
+    "token-dspark-fixed", "token-lookup-fixed",
     "token-lookup-threshold/before", "block, at once-dflash-fixed",
     "token, at once-block-throughput/draft probability", "token, at once-block-threshold/before",
 )  # fmt: skip
@@ -166,7 +186,8 @@ def test_a_chain_emits_exactly_p(verifier: str, kind: str, rule: str) -> None:
     assert max(lengths) > 1
 
 
-@pytest.mark.daily("block-block-dyspec", "block-token-throughput", "lookup-token-static", "dflash-token-dyspec-exact")
+@pytest.mark.daily("block-block-dyspec", "block-token-throughput", "lookup-token-static", "dflash-token-dyspec-exact",
+                   "dspark-block-dyspec", "dspark-token-dyspec-exact")  # fmt: skip
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "static", "throughput"])
 @pytest.mark.parametrize("verifier", ["block", "token"])
 @pytest.mark.parametrize("kind", TOLERANCE)
@@ -229,6 +250,79 @@ class OnePathForAll(KindTree):
         return tree
 
 
+class AnotherBias(KindRound):
+    """q is returned with the bias of another token than the one before: of the sequence's last token at each place, of a
+    draft's id in the place of the target's, of the token before that; or with that of the row before."""
+
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+        chain = super().draft(randomness, rule, prefix)
+        wrong = [self.wrong(chain.candidates[:place]) for place in range(len(chain.candidates))]
+        return Chain(chain.candidates, wrong)
+
+    def wrong(self, path: list[int]) -> Tensor:
+        session, place = self.models.session, len(path)
+        logits, hidden = session._block()
+        memory, before = session._nothing, [TEXT[-1], *path]
+        for row, previous in enumerate(self.previous(before)):
+            given, memory = session.draft.after(torch.tensor(previous), logits[row], hidden[row], memory)
+        scores = session.draft.of_target(self.shifted(given, logits, place), VOCAB)
+        return self.models.processing.one(torch.tensor([TEXT]), [torch.tensor(each) for each in path], scores).double()
+
+    def previous(self, before: list[int]) -> list[int]:
+        return before
+
+    def shifted(self, given: Tensor, logits: Tensor, place: int) -> Tensor:
+        return given
+
+
+class FirstTokenOnly(AnotherBias):
+    def previous(self, before: list[int]) -> list[int]:
+        return [before[0]] * len(before)
+
+
+class DraftIds(AnotherBias):
+    """For drafts of the tokens 0 and 2: token 2 is the draft's 1."""
+
+    def previous(self, before: list[int]) -> list[int]:
+        return [min(each, 1) for each in before]
+
+
+class OneStepLate(AnotherBias):
+    def previous(self, before: list[int]) -> list[int]:
+        return [before[0], *before[:-1]]
+
+
+class AnotherRow(AnotherBias):
+    def shifted(self, given: Tensor, logits: Tensor, place: int) -> Tensor:
+        return given - logits[place] + logits[(place + 1) % len(logits)]
+
+
+class AnotherParent(KindTree):
+    """A node's q is returned with the bias of the node before it at the same depth."""
+
+    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+        tree = super().draft(randomness, prefix)
+        session, scores = self.models.session, dict(tree.scores)
+        known = session._memory.copy()
+        for node in sorted(scores):
+            other = [each for each in scores if tree.depths[each] == tree.depths[node] and each < node]
+            if other:
+                own, session._memory = (tree.tokens[node], tree.parents[node]), known.copy()
+                tree.tokens[node], tree.parents[node] = tree.tokens[other[0]], tree.parents[other[0]]
+                wrong = session.expand(tree, [node])[0]
+                tree.tokens[node], tree.parents[node] = own
+                text = torch.tensor([TEXT])
+                tree.scores[node] = self.models.processing.after_each(text, [tree.path(node)], wrong)[0].double()
+        return tree
+
+
+def test_without_a_mutation_q_is_right() -> None:
+    """The control: what the mutants return without their mutation is what was drawn from."""
+    for seed in range(2):
+        program = AnotherBias(models_of("dspark", seed), "fixed", (3, 3), seed)
+        assert worst_error(exact_distribution(program), program.models.p, VOCAB) < TOLERANCE["dspark"]
+
+
 @pytest.mark.parametrize(("kind", "mutant"), [
     ("lookup", LessCertain),
     ("lookup", KeepsTheMass),
@@ -236,6 +330,11 @@ class OnePathForAll(KindTree):
     ("dflash", AnotherPlace),
     ("dflash", NotProcessed),
     ("dflash", OnePathForAll),
+    ("dspark", FirstTokenOnly),
+    ("dspark", DraftIds),
+    ("dspark", OneStepLate),
+    ("dspark", AnotherRow),
+    ("dspark", AnotherParent),
 ])  # fmt: skip
 def test_mutants_are_caught(kind: str, mutant: Any) -> None:
     is_chain = issubclass(mutant, KindRound)

@@ -37,6 +37,7 @@ class DFlashSettings:
         samples_anchor: whether the row of the last token proposes the first candidate; otherwise that row is unused.
         reads_normed: whether the output of the target's last layer is read after the target's final norm.
         num_target_layers: number of layers of the target that the draft was trained for, if known.
+        draft_vocab_size: number of tokens that the draft may propose; `None` for all.
         own_embeddings, own_head: whether the draft has its own embeddings or LM head, or uses the target's.
     """
 
@@ -53,6 +54,7 @@ class DFlashSettings:
     samples_anchor: bool = False
     reads_normed: bool = True
     num_target_layers: int | None = None
+    draft_vocab_size: int | None = None
     own_embeddings: bool = False
     own_head: bool = False
 
@@ -75,14 +77,15 @@ class DFlashSettings:
         return Qwen3Config(**self.layer)
 
 
-def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
+def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSettings:
     """Read the settings from a `config.json` in the original format (z-lab), transformers' or that of speculators.
     `ValueError` if it describes an unsupported variant, or a value is missing or invalid.
 
-    Layer ids denote outputs of layers, counted from 0; ids of speculators are one higher.
+    Layer ids denote outputs of layers, counted from 0; ids of speculators are one higher. `kind`: the name that
+    speculators has for such drafts.
     """
     check_numbers(raw)
-    checkpoints.refuse_other_types(raw, "dflash")
+    checkpoints.refuse_other_types(raw, kind)
     is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
     layers = checkpoints.mapping(raw, "transformer_layer_config") if is_nested else raw
     own = checkpoints.mapping(raw, "dflash_config")
@@ -93,11 +96,6 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
         ids = usual_reads(given.get("num_target_layers"), layers["num_hidden_layers"])
     if not isinstance(ids, list) or not ids or any(type(each) is not int or each < is_nested for each in ids):
         raise ValueError(f"The draft reads layers {ids!r} of its target; they must be listed as whole numbers.")
-    if is_nested and raw.get("draft_vocab_size") not in (None, layers.get("vocab_size")):
-        raise ValueError(
-            f"The draft proposes {raw['draft_vocab_size']} of {layers.get('vocab_size')} tokens (draft_vocab_size) "
-            f"with an LM head of its own, which hf_specdecpp does not read in DFlash drafts. {checkpoints.INSTEAD}."
-        )
     causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(raw, own)
     if causal is None and has_other_windows:
         causal = False
@@ -114,6 +112,7 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
         samples_anchor=bool(given.get("sample_from_anchor")),
         reads_normed=not is_nested,
         num_target_layers=given.get("num_target_layers"),
+        draft_vocab_size=raw.get("draft_vocab_size"),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +22,13 @@ from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
 from hf_specdecpp.models.target_states import FINAL
 
-TITLE = "DFlash draft"
+Settings = TypeVar("Settings", bound=DFlashSettings)
+
 ORIGINAL = {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}
 # Patterns from names in a file to names in `DFlashModel`. Example: `encoder.output_norm_enc.weight` becomes
 # `reader.norm.weight`.
 RENAMED = (
-    (r"^model\.", ""),
+    (r"^(model|logit_head)\.", ""),
     (r"^(encoder\.)?fc\.", "reader.fc."),
     (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
 )
@@ -59,7 +61,8 @@ class DFlash(PublishedKind):
         "It takes the target's own embeddings and LM head, so it works with the target that it was trained for alone: "
         "load that one, or a draft of this one."
     )
-    model_class = DFlashModel
+    title = "DFlash draft"
+    settings_class, model_class = DFlashSettings, DFlashModel
     drafter = DFlashDraft
     served_by = "vLLM and SGLang serve it from its own repository, with the method dflash"
 
@@ -69,7 +72,7 @@ class DFlash(PublishedKind):
 
     def recognises(self, raw: Config) -> bool:
         names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
-        is_called_so = any(name in names for name in ("dflash", "dspark", "domino"))
+        is_called_so = any(name in names for name in ("dflash", "domino"))
         return "dflash_config" in raw or is_called_so or set(raw) >= OF_TRANSFORMERS
 
     def fields(self, raw: Config) -> dict[str, Any]:
@@ -77,16 +80,28 @@ class DFlash(PublishedKind):
         return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-        named = NAMES.here(tensors, source)
-        own: dict[str, Any] = {name: f"{part}.weight" in named for name, part in OWN.items()}
-        return build(replace(read_settings(raw), **own), tensors, source)
+        return self.build(self.settings_of(raw, NAMES.here(tensors, source)), tensors, source)
+
+    def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DFlashSettings:
+        """Read the settings from a config, and from the names of the tensors which modules the draft has itself."""
+        return with_own_modules(read_settings(raw), named)
+
+    def build(self, settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
+        """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
+        named, layer = NAMES.here(tensors, source), settings.layer
+        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size"), source)
+        make = partial(self.model_class, settings)
+        model = checkpoints.build(make, named, layer["num_hidden_layers"], source, self.title, NAMES)
+        model.token_ids = ids
+        return model
 
     def read_own(self, arguments: dict[str, Any], path: Path) -> DFlashModel:
-        return read_own(DFlashSettings, build, TITLE, arguments, path)
+        return read_own(self.settings_class, self.build, self.title, arguments, path)
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
-        """Return tensors with the names of the original format."""
-        return NAMES.in_file(state or module.state_dict(), dtype)
+        """Return tensors with the names of the original format, and `d2t` and `t2d`."""
+        tensors = NAMES.in_file(state or module.state_dict(), dtype)
+        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size"))
 
     def misfit(self, module: DFlashModel, target: CausalLM) -> str | None:
         config, settings = target.config.get_text_config(decoder=True), module.settings
@@ -125,7 +140,11 @@ class DFlash(PublishedKind):
         module.reader.reads = [FINAL if read == final else read for read in settings.reads]
 
 
-def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-    """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
-    named, depth = NAMES.here(tensors, source), settings.layer["num_hidden_layers"]
-    return checkpoints.build(lambda: DFlashModel(settings), named, depth, source, TITLE, NAMES)
+def with_own_modules(settings: Settings, named: Mapping[str, Tensor]) -> Settings:
+    """Return settings whose `own_embeddings` and `own_head` say which modules are among the tensors, by their names in
+    the module. A draft of fewer tokens than the target needs an LM head of its own."""
+    count = settings.draft_vocab_size
+    is_reduced = count not in (None, settings.layer.get("vocab_size"))
+    own = {name: f"{part}.weight" in named for name, part in OWN.items()}
+    own["own_head"] |= is_reduced
+    return replace(settings, draft_vocab_size=count if is_reduced else None, **own)  # type: ignore[arg-type]

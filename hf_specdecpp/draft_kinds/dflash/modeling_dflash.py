@@ -60,10 +60,12 @@ class ContextRows:
 
 class DFlashModel(PreTrainedModel):
     """The weights of a draft. `reader` computes the context from the target's states; `embed_tokens` and `lm_head` are
-    `None` if the target's are used."""
+    `None` if the target's are used; `token_ids` `[draft_vocab_size]` are the target's ids of the draft's tokens, `None`
+    for all."""
 
     config_class = None
     _supports_sdpa = True
+    token_ids: Tensor | None
 
     def __init__(self, settings: DFlashSettings) -> None:
         config = settings.layer_config()
@@ -75,7 +77,9 @@ class DFlashModel(PreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         vocab_size, size = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocab_size, size) if settings.own_embeddings else None
-        self.lm_head = nn.Linear(size, vocab_size, bias=False) if settings.own_head else None
+        count = settings.draft_vocab_size or vocab_size
+        self.lm_head = nn.Linear(size, count, bias=False) if settings.own_head else None
+        self.register_buffer("token_ids", None, persistent=False)
         slides = [kind == "sliding_attention" for kind in config.layer_types or []]
         reach = None if config.sliding_window is None else config.sliding_window - (not settings.includes_window)
         causal = [is_sliding if settings.is_causal is None else settings.is_causal for is_sliding in slides]
@@ -172,9 +176,10 @@ def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
 
 class DFlashDraft(StateDraft):
     """Drafts blocks with a `DFlashModel` that is bound to a target, with its own embeddings and LM head or the
-    target's."""
+    target's. `memory_size`: size m of the memory that `after` keeps along a path."""
 
-    model: DFlashModel
+    model: Any
+    memory_size = 0
 
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
         super().__init__(model, model.reader, target)
@@ -202,11 +207,9 @@ class DFlashDraft(StateDraft):
 
     def block_after(self, anchor: Tensor) -> Tensor:
         """Return inputs `[..., block_size, hidden_size]` of the block that starts with the last token `[..., 1]`."""
-        ids = functional.pad(
-            anchor.to(self.device), (0, self.settings.block_size - 1), value=self.settings.mask_token_id
-        )
-        embeddings = self.embed(ids)
-        scale = self.settings.embedding_scale
+        settings = self.settings
+        ids = functional.pad(anchor.to(self.device), (0, settings.block_size - 1), value=settings.mask_token_id)
+        embeddings, scale = self.embed(ids), settings.embedding_scale
         return embeddings if scale == 1.0 else embeddings * scale
 
     def blocks_after(self, input_ids: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
@@ -238,9 +241,23 @@ class DFlashDraft(StateDraft):
         )
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
+    def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of candidates after the tokens `previous` `[...]`, drawn or the last of the sequence, and
+        the `memory` `[..., m]` of their paths, which begins with 0. `logits` `[..., d]` (`head_logits`) and `hidden`
+        `[..., hidden_size]` are those of the candidates' rows; in a plain block nothing depends on the path."""
+        return logits, memory
+
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Return float32 logits `[..., vocab_size]` of final states `[..., hidden_size]`, -inf outside the head."""
-        return as_wide_as(vocab_size, self.head_logits(hidden))
+        return self.of_target(self.head_logits(hidden), vocab_size)
+
+    def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Return logits `[..., vocab_size]` by the target's token ids, given those of `head_logits`."""
+        if (ids := self.model.token_ids) is not None:
+            own, size = logits, self.settings.layer["vocab_size"]
+            logits = own.new_full((*own.shape[:-1], size), float("-inf"))
+            logits[..., ids] = own
+        return as_wide_as(vocab_size, logits)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Return scaled and capped float32 logits, as wide as the LM head."""
@@ -261,10 +278,13 @@ class BlockSession(DraftingSession):
         self.rows = ContextRows(len(draft.model.layers))
         self._pending: list[Tensor] = []  # unread states `[1, m, width]`
         self._found: tuple[Tensor, Tensor] | None = None
+        self._memory: dict[int, Tensor] = {}  # behind each node of this round, or place of a chain
+        self._nothing = torch.zeros(draft.memory_size, dtype=draft.dtype, device=draft.device)
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         self.length += new_tokens.shape[1]
         self._anchor, self._found, self.passes = new_tokens[:, -1:].clone(), None, 0
+        self._memory = {}
         if states is not None:
             # Fewer states than tokens if the call continues a cache; the last token has no state yet.
             known = min(states.shape[1], self.length - 1)
@@ -273,32 +293,41 @@ class BlockSession(DraftingSession):
 
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         logits, hidden = self._block()
-        place = len(candidates)
-        return (logits[place], hidden[place]) if place < len(logits) else None
+        if (place := len(candidates)) >= len(logits):
+            return None
+        previous = candidates[-1] if candidates else self._anchor[0, 0]
+        memory = self._memory.get(place - 1, self._nothing)
+        after, self._memory[place] = self.draft.after(previous.to(hidden.device), logits[place], hidden[place], memory)
+        return self.draft.of_target(after, self.vocab_size), hidden[place]
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Nodes of equal depth have equal logits: the block's distribution for the candidate of that depth.
+        """Rows of the block are shared by nodes of equal depth, and each node adds to them (`after`) by its own path.
 
         Example: in a block of three candidates the root gets row 0, its children row 1, and nodes at depth 3 only -inf.
         """
         logits, hidden = self._block()
-        depths = [tree.depths[node] for node in nodes]
-        nothing = torch.full_like(logits[0], float("-inf"))
-        rows = [logits[depth] if depth < len(logits) else nothing for depth in depths]
-        return torch.stack(rows), torch.stack([hidden[min(depth, len(hidden) - 1)] for depth in depths])
+        depths = torch.tensor([tree.depths[node] for node in nodes], device=hidden.device)
+        rows = depths.clamp_max(len(hidden) - 1)
+        previous = torch.tensor([tree.tokens[node] for node in nodes], device=hidden.device)
+        previous = previous.where(depths > 0, self._anchor[0].to(hidden.device))
+        memory = torch.stack([self._memory.get(tree.parents[node], self._nothing) for node in nodes])
+        after, memory = self.draft.after(previous, logits[rows], hidden[rows], memory)
+        self._memory.update(zip(nodes, memory, strict=True))
+        after = after.masked_fill((depths > rows)[:, None], float("-inf"))
+        return self.draft.of_target(after, self.vocab_size), hidden[rows]
 
     def commit_path(self, path: list[int]) -> None:
         """Does nothing: accepted candidates are read in the next round, with the target's states."""
 
     def _block(self) -> tuple[Tensor, Tensor]:
-        """Logits `[places, vocab_size]` and final states `[places, hidden_size]` of this round's block, run once."""
+        """Logits `[places, d]` of the LM head, and final states `[places, hidden_size]`, of this round's block."""
         if self._found is None:
             draft = self.draft
             pieces = [each.to(draft.device, draft.dtype) for each in self._pending]
             states = torch.cat(pieces, dim=1)
             first = self.length - 1 - states.shape[1]
             hidden = draft.model(draft.block_after(self._anchor), states, first, self.rows)[0, -draft.settings.places :]
-            self._found = draft.logits(hidden, self.vocab_size), hidden
+            self._found = draft.head_logits(hidden), hidden
             self._pending, self.unread, self.passes = [], 0, 1
         return self._found
 
@@ -317,7 +346,8 @@ class BlockSteps(RoundSteps):
         draft, states = self.draft, window.states
         if states is None:
             raise ValueError("A DFlash draft reads the target's states, and none were handed over.")
-        block = draft.block_after(window.tokens.gather(1, window.last[:, None])).to(self.dtype)
+        anchor = window.tokens.gather(1, window.last[:, None])
+        block = draft.block_after(anchor).to(self.dtype)
         count, size = states.shape[1], block.shape[1]
         places = self._places(count, size, window.last)
         rows = _Rows(cache, places, count, size)
@@ -327,11 +357,15 @@ class BlockSteps(RoundSteps):
             positions = positions + cache.prompt.offset
         hidden = self.model.through(block, self.model.reader(states), positions, rows.mask, rows.extended)
         hidden = hidden[:, -draft.settings.places :]
-        logits, width = draft.logits(hidden, self.vocab_size), 1
+        logits, previous = draft.head_logits(hidden), anchor
+        memory = hidden.new_zeros((*previous.shape, draft.memory_size))
         for place in range(hidden.shape[1]):
-            own = slice(place, place + 1)
-            level = yield logits[:, own].expand(-1, width, -1), hidden[:, own].expand(-1, width, -1)
-            width = level.tokens.shape[1]
+            rows, width = slice(place, place + 1), previous.shape[1]
+            own, given = (each[:, rows].expand(-1, width, -1) for each in (hidden, logits))
+            given, memory = draft.after(previous, given, own, memory)
+            level = yield draft.of_target(given, self.vocab_size), own
+            previous, parents = level.tokens, level.parents[..., None]
+            memory = memory.gather(1, parents.expand(-1, -1, memory.shape[-1]))
 
     def _places(self, count: int, size: int, last: Tensor) -> Tensor:
         """Offsets `[texts, count + size]` from the cache's length of the rows of window and block. The block starts at

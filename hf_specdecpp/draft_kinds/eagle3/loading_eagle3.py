@@ -88,10 +88,7 @@ class Eagle3(PublishedKind):
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
         """Return tensors with the names of the original format, which all engines read, and `d2t` and `t2d`."""
         tensors = NAMES.in_file(state or module.state_dict(), dtype)
-        if (ids := module.token_ids) is not None:
-            ids, known = ids.cpu(), torch.zeros(module.settings.layer["vocab_size"], dtype=torch.bool)
-            tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known.index_fill_(0, ids, True)}
-        return tensors
+        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer["vocab_size"])
 
     def misfit(self, module: Eagle3Model, target: CausalLM) -> str | None:
         config, settings = target.config.get_text_config(decoder=True), module.settings
@@ -228,55 +225,11 @@ def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) 
     """
     used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
     named = {name: tensor for name, tensor in NAMES.here(tensors, source).items() if used.get(name, True)}
-    token_ids = _token_ids(settings, named.pop("d2t", None), named.pop("t2d", None), source)
+    token_ids = checkpoints.token_ids(named, settings.draft_vocab_size, settings.layer["vocab_size"], source)
     depth = settings.layer["num_hidden_layers"]
     model = checkpoints.build(lambda: Eagle3Model(settings), named, depth, source, TITLE, NAMES)
     model.token_ids = token_ids
     return model
-
-
-def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | None, source: str) -> Tensor | None:
-    """Return the target's ids of the draft's tokens, `[draft_vocab_size]`; `None` for all. `ValueError` if damaged.
-
-    Example: offsets 0, 0, 3 are the ids 0, 1, 5.
-
-    Args:
-        offsets: `d2t`: target id minus draft id. Some files contain the target ids instead.
-        kept: `t2d`, `[vocab_size]`: whether the draft has each of the target's tokens.
-    """
-    vocab_size = settings.layer["vocab_size"]
-    count = settings.draft_vocab_size or vocab_size
-    if offsets is None:
-        if count == vocab_size:
-            return None
-        raise ValueError(
-            f"{source} has no d2t, which says what its {count} tokens are among the target's {vocab_size}. The file is "
-            "incomplete: download it again."
-        )
-    if offsets.dtype not in (torch.int64, torch.int32) or tuple(offsets.shape) != (count,):
-        raise ValueError(
-            f"{source}: d2t is {list(offsets.shape)} of {str(offsets.dtype)[6:]}, and must be [{count}] whole numbers "
-            "(int64), one for each of the draft's tokens. The file is damaged: download it again."
-        )
-    if offsets.is_meta:  # an outline: values are read later
-        return None
-    ids = torch.arange(count) + offsets.long()
-    listed = None if kept is None else kept.flatten().bool().nonzero().flatten()  # nonzero lacks some dtypes
-    if listed is not None and not torch.equal(ids.sort().values, listed):
-        if not torch.equal(offsets.long(), listed):
-            raise ValueError(
-                f"{source}: d2t and t2d name different tokens ({count} in d2t, {len(listed)} in t2d), so the draft "
-                "would propose wrong ones. The file is damaged: download it again."
-            )
-        logger.warning(f"{source}: d2t holds the target's ids themselves where offsets are usual. It is read as that.")
-        ids = listed
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or ids.unique().numel() != count:
-        raise ValueError(
-            f"{source}: d2t makes ids from {int(ids.min())} to {int(ids.max())}, {ids.unique().numel()} different ones "
-            f"of {count}. They must be distinct and below vocab_size={vocab_size}: the file is damaged, download it "
-            "again."
-        )
-    return None if count == vocab_size and torch.equal(ids, torch.arange(count)) else ids
 
 
 # For other engines. ---------------------------------------------------------------------------------------------------

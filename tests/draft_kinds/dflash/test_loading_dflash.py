@@ -67,7 +67,7 @@ def test_the_layers_own_frequencies() -> None:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "DSpark of speculators": ({"speculators_model_type": "dspark"}, "holds a draft of speculators of type 'dspark'"),
+    "DFlash2 of speculators": ({"speculators_model_type": "dflash2"}, "holds a draft of speculators of type 'dflash2'"),
     "another layer": ({"model_type": "glm4"}, "layers of type 'glm4'"),
     "a part of each head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "no mask": ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id=None must be a whole number"),
@@ -87,7 +87,7 @@ def test_configs(name: str, tmp_path: Path) -> None:
 
 
 def test_a_reduced_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="proposes 8 of 12 tokens"):
+    with pytest.raises(ValueError, match="has no d2t, which says what its 8 tokens are among the target's 12"):
         load(PLAIN.save(tmp_path, "speculators", draft_vocab_size=8))
 
 

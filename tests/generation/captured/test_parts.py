@@ -42,7 +42,7 @@ def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tup
         return generate(target, assistant, **how), noted.outcomes
 
 
-@pytest.mark.daily("independent", "dflash windows")
+@pytest.mark.daily("independent", "dflash windows", "dspark speculators, rnn")
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """And each round is two replays, after the first text without a capture."""
@@ -65,7 +65,7 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
 
 
 @pytest.mark.daily("conditioned")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ("eagle3", "conditioned") or "dflash" in kind])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ("eagle3", "conditioned") or kind[0] == "d"])
 def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path) -> None:
     """They are not left to the target without its states, which rounds go on to read."""
     target, assistant = made(kind, tmp_path, rule="throughput", max_tokens=5)
@@ -74,13 +74,15 @@ def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path
         assert assistant.stats.decided["rounds"] == "captured"
 
 
-@pytest.mark.daily("independent-greedy", "eagle3-sampled", "dflash windows-greedy")
+@pytest.mark.daily("independent-greedy", "eagle3-sampled", "dflash windows-greedy", "dspark deepspec, rnn-sampled")
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_replays_with_other_contents(kind: str, sampled: bool, tmp_path: Path) -> None:
     """What is captured, replayed twice with other contents, is the function run anew."""
-    target, assistant = made(kind, tmp_path, **(TREE if kind in ("conditioned", "dflash windows") else CHAIN))
+    target, assistant = made(
+        kind, tmp_path, **(TREE if kind in ("conditioned", "dflash windows", "dspark deepspec, rnn") else CHAIN)
+    )
     generate(target, assistant, **(SAMPLED if sampled else {}))
     ((rounds, _),) = captured_target._known[target][1].rounds.values()
     draft = rounds.draft

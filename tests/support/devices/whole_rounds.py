@@ -12,17 +12,18 @@ from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN
+from support.files import dspark_files
 from support.files.dflash_files import VARIANTS, Checkpoint, assisted, target_for
 from support.files.gemma4_files import VARIANTS as GEMMA4
 from support.files.gemma4_files import target_for as gemma4_target
 from support.files.mtp_files import dense
-from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.models import assistant_of, configured, prompt, quiet_later_layers, tiny
 
 Made = tuple[CausalLM, SpecDecPPAssistant]
 TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 9, "min_p": 0.01}
 KINDS = ["independent", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [
-    "dflash windows", "dflash windows alone"
+    "dflash windows", "dflash windows alone", "dspark deepspec, rnn", "dspark speculators, rnn", "dspark liquid"
 ] * RETURNS_CHOSEN  # fmt: skip
 
 
@@ -40,6 +41,10 @@ def made(kind: str, folder: Path, device: str = "cpu", **settings: Any) -> Made:
     """A target in float64 with a draft of one of `KINDS`."""
     if kind.startswith("dflash"):
         return dflash(replace(VARIANTS[kind.removeprefix("dflash ")], block_size=7), device, **settings)
+    if kind.startswith("dspark"):
+        target = dspark_files.target_for().to(device)
+        draft = replace(dspark_files.VARIANTS[kind.removeprefix("dspark ")], block=7).save(folder)
+        return target, configured(SpecDecPPAssistant.from_pretrained(draft, target=target), **settings)
     if kind == "gemma 4":
         target, draft = gemma4_target().to(device), GEMMA4["plain"].theirs().to(device)
         return target, SpecDecPPAssistant.from_draft(draft, target=target, speculation=SpeculationConfig(**settings))

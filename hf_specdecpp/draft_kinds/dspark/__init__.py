@@ -1,0 +1,1 @@
+"""DSpark drafts: blocks of DFlash with a bias by the token drawn before, and a confidence head."""

@@ -1,0 +1,157 @@
+"""Settings of a DSpark draft (`DSparkSettings`), read from a `config.json` of several dialects (`read_settings`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from hf_specdecpp.config.value_checks import CURE, shown
+from hf_specdecpp.draft_kinds.checkpoints import INSTEAD, SPECULATORS, mapping
+from hf_specdecpp.draft_kinds.dflash import config_dflash
+from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
+
+# Drafts of DeepSpec, whose config is a copy of the target's: these fields are the target's, not the draft's.
+COPIES = ("Qwen3DSparkModel", "LingDSparkModel")
+OF_THE_TARGET = (
+    "model_type", "partial_rotary_factor", "rope_scaling", "layer_types", "sliding_window", "use_sliding_window",
+    "max_window_layers",
+)  # fmt: skip
+KNOWN = (*COPIES, "Lfm2DSparkDraftModel", "DSparkDraftModel", "DSparkSpeculator", "DFlashDraftModel")
+# Fields and architectures of drafts that share DSpark's name, and what is different in them.
+RELATIVES = {
+    "enable_qwen35_gated_q_proj": "queries with an output gate",
+    "Qwen35DSparkModel": "queries with an output gate, and heads of which a part is rotated",
+    "has_embed_tokens": "attention sinks and quantised weights (Nemotron 3.5)",
+    "pard_token": "attention sinks and quantised weights (Nemotron 3.5)",
+    "Gemma4DSparkModel": "layers of Gemma 4",
+    "K3DSparkModel": "layers of Kimi K3, with latent attention",
+    "Glm5DSparkForCausalLM": "layers of GLM 5, with latent attention",
+    "MuseSparkDSparkModel": "layers of Muse Spark",
+    "Qwen3OmniDSparkModel": "layers of Qwen 3 Omni",
+    "DSparkMiniMaxDraftModel": "layers of MiniMax",
+}
+
+
+@dataclass(frozen=True)
+class DSparkSettings(DFlashSettings):
+    """Settings of the block (`DFlashSettings`), and of the two heads of DSpark.
+
+    Args:
+        markov_rank: rank of the bias by the token before; 0 without a bias, as in DeepSpec's DFlash drafts.
+        markov_head: how the bias is computed (`MarkovHead`).
+        confidence_head: whether the draft has a confidence head.
+        confidence_with_markov: whether that reads the embedding of the token before, beside the row's state.
+        says_layout: whether the repository says which row proposes the first candidate (`samples_anchor`).
+    """
+
+    markov_rank: int = 0
+    markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    confidence_head: bool = False
+    confidence_with_markov: bool = False
+    says_layout: bool = True
+
+
+def architectures(raw: Mapping[str, Any]) -> list[str]:
+    found = raw.get("architectures")
+    return list(map(str, found)) if isinstance(found, list) else [str(found)]
+
+
+def nested(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields within `dflash_config` and `dspark_config`, which precede those at the top level."""
+    return {**mapping(raw, "dflash_config"), **mapping(raw, "dspark_config")}
+
+
+def read_block(raw: Mapping[str, Any]) -> DFlashSettings:
+    """Read the settings of the block; `ValueError` as `config_dflash.read_settings`, for layer ids that do not ascend,
+    and for relatives of DSpark."""
+    refuse_relatives(raw)
+    fields = {**raw, "dflash_config": nested(raw)}
+    if set(COPIES) & set(architectures(raw)):
+        fields = {name: value for name, value in fields.items() if name not in OF_THE_TARGET}
+        fields["rope_parameters"] = {"rope_theta": mapping(raw, "rope_parameters").get("rope_theta")}
+    block = config_dflash.read_settings(fields, "dspark")
+    if block.reads != sorted(set(block.reads)):
+        raise ValueError(
+            f"The draft reads layers {block.reads} of its target, which must ascend in a DSpark draft. {CURE}"
+        )
+    return block
+
+
+def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DSparkSettings:
+    """Read the settings from a config, and those of both heads from the tensors, by their names in the module.
+    `ValueError` as `read_block`, and for a field that contradicts the tensors."""
+    block, given = read_block(raw), {**raw, **nested(raw)}
+    rows, columns = ({name: tensor.shape[at] for name, tensor in named.items() if tensor.dim()} for at in (0, -1))
+    rank, width = columns.get("markov_head.markov_w1.weight", 0), columns.get("confidence_head.proj.weight")
+    with_markov = rank > 0 and width == block.layer["hidden_size"] + rank
+    found: dict[str, Any] = {
+        "markov_rank": rank,
+        "enable_confidence_head": width is not None,
+        "draft_vocab_size": next(
+            (rows[name] for name in OF_DRAFT_VOCAB if name in rows), block.layer.get("vocab_size")
+        ),
+    }
+    if rank:
+        kinds = (kind for kind, part in MARKOV_HEADS.items() if f"markov_head.{part}.weight" in named)
+        found["markov_head_type"] = next(kinds, "vanilla")
+    if width is not None:
+        found["confidence_head_with_markov"] = with_markov
+    for name, value in found.items():
+        if given.get(name) not in (None, value):
+            raise ValueError(
+                f"config.json says {name}={shown(given[name])}, and by the draft's tensors that is {value}. The two do "
+                "not belong together: download the repository again."
+            )
+    first, says_layout = _layout(raw, given, block.block_size)
+    return DSparkSettings(
+        **{**vars(block), "samples_anchor": first, "draft_vocab_size": found["draft_vocab_size"]},
+        markov_rank=rank,
+        markov_head=found.get("markov_head_type", "vanilla"),
+        confidence_head=width is not None,
+        confidence_with_markov=with_markov,
+        says_layout=says_layout,
+    )
+
+
+MARKOV_HEADS = {"gated": "gate_proj", "rnn": "joint_proj"}  # and their own tensors
+OF_DRAFT_VOCAB = ("markov_head.markov_w2.weight", "lm_head.weight", "d2t")  # one row for each of the draft's tokens
+
+
+def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -> tuple[Any, bool]:
+    """Return whether the row of the last token proposes the first candidate, and whether the config says that.
+
+    Drafts of `speculators` that do not say so have as many candidates as they declare, or one less than rows; others
+    are trained with a candidate in each row.
+    """
+    for name in ("sample_from_anchor", "query_zero_predicts_next"):
+        if given.get(name) is not None:
+            return given[name], True
+    if SPECULATORS not in raw:
+        return True, False
+    methods = mapping(raw, "speculators_config").get("proposal_methods")
+    methods = methods if isinstance(methods, list) else []
+    widths = [each.get("speculative_tokens") for each in methods if isinstance(each, Mapping)]
+    missing = [size for size in (0, 1) if block_size - size in widths]
+    return missing == [0], len(missing) == 1
+
+
+def refuse_relatives(raw: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for drafts of the same name that are other models."""
+    names = [*architectures(raw), *raw]
+    found = {name: RELATIVES[name] for name in names if name in RELATIVES}
+    found |= {name: "layers within the target's own checkpoint" for name in raw if is_embedded(name)}
+    unknown = [name for name in names if "dspark" in name.lower() and name not in (*KNOWN, "dspark_config")]
+    found |= {name: "layers that are not known" for name in unknown if name not in found}
+    for name, reason in found.items():
+        raise ValueError(
+            f"This repository holds a relative of DSpark ({name[:80]}) with {reason}, which hf_specdecpp cannot draft "
+            f"with. {INSTEAD}."
+        )
+
+
+def is_embedded(name: str) -> bool:
+    """Whether a field is of a draft within the target's checkpoint (DeepSeek-V4)."""
+    return name.startswith("dspark_") and name != "dspark_config"

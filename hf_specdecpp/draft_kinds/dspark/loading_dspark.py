@@ -1,0 +1,94 @@
+"""DSpark drafts (`DSpark`): read the files of several dialects, and decide what a row proposes if they do not say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.draft_kinds.acceptance import agreement, texts_for
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, target_of
+from hf_specdecpp.draft_kinds.dflash.loading_dflash import DFlash, with_own_modules
+from hf_specdecpp.draft_kinds.draft_kind import Config, pinned
+from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings, is_embedded, nested, read_block, read_settings
+from hf_specdecpp.draft_kinds.dspark.modeling_dspark import DSparkDraft, DSparkModel
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import tokenizer_of
+
+logger = logging.get_logger("hf_specdecpp")
+
+
+class DSpark(DFlash):
+    """Draft with a DFlash block whose candidates depend on the token before (a Markov head). Published drafts are of
+    DeepSpec, speculators, SpecForge, LiquidAI and openbmb; DeepSpec's plain DFlash drafts are read here, too."""
+
+    name = "dspark"
+    title = "DSpark draft"
+    settings_class, model_class, drafter = DSparkSettings, DSparkModel, DSparkDraft
+    served_by = "vLLM and SGLang serve it from its own repository, with the method dspark"
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        blocks = f"DSpark blocks, which read states of {target}"
+        return blocks if config.draft_id is None else f"DSpark {pinned(config)}"
+
+    def recognises(self, raw: Config) -> bool:
+        parts = [raw, *(raw[name] for name in NESTED if isinstance(raw.get(name), Mapping))]
+        words = [raw.get("architectures"), raw.get(SPECULATORS), *(part.get("projector_type") for part in parts)]
+        is_called_so = any("dspark" in str(word).lower() for word in words)
+        return is_called_so or any(part.get("markov_rank") for part in parts) or any(map(is_embedded, raw))
+
+    def fields(self, raw: Config) -> dict[str, Any]:
+        return {"target_id": target_of(raw), "vocab_size": read_block(raw).layer.get("vocab_size")}
+
+    def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DSparkSettings:
+        return with_own_modules(read_settings(raw, named), named)
+
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
+        if {**raw, **nested(raw)}.get("rope_is_neox_style") is False:
+            size = read_block(raw).layer_config().head_dim
+            tensors = {name: in_halves(name, tensor, size) for name, tensor in tensors.items()}
+        return super().read(raw, tensors, source)
+
+    def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
+        """If the repository does not say which row proposes the first candidate, measures the `agreement` of both
+        readings, keeps the better one, and sets `module.agreement`. Without a tokenizer that fits, takes the usual."""
+        super().bind(module, target, name, dtype)
+        module.agreement, usual = [], module.settings
+        if usual.says_layout or usual.block_size < 2:
+            return
+        texts = texts_for(target, tokenizer_of(target.config.name_or_path))
+        rates: dict[bool, list[float]] = {}
+        for first in (usual.samples_anchor, not usual.samples_anchor) if texts else ():
+            module.settings = replace(usual, samples_anchor=first)
+            rates[first] = agreement(self.drafter(module, target), target, texts)
+        chosen = max(rates, key=lambda first: rates[first][0], default=usual.samples_anchor)
+        module.settings = replace(usual, samples_anchor=chosen, says_layout=bool(rates))  # measured once
+        module.agreement = rates.get(chosen, [])
+        found = ", and ".join(f"{shares[0]:.0%} as {ROWS[first]}" for first, shares in rates.items())
+        log = logger.info if rates else logger.warning
+        log(
+            f"{name} does not say which row of a block proposes the first candidate (sample_from_anchor). That is "
+            f"taken to be {ROWS[chosen]}: the first candidates {f'agree to {found}' if found else 'are not known'}."
+        )
+
+
+NESTED = ("dflash_config", "dspark_config")
+ROWS = {True: "the row of the last token", False: "the row after that of the last token"}
+
+
+def in_halves(name: str, tensor: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of queries and keys whose heads are rotated in pairs of neighbours (LiquidAI), as Qwen3 rotates
+    them: by pairs of dimensions that are half a head apart.
+
+    Example: a head's dimensions 0 1 2 3 4 5 become 0 2 4 1 3 5.
+    """
+    is_rotated = re.search(r"\.self_attn\.[qk]_(proj|norm)\.", name) is not None
+    if not is_rotated or not tensor.dim() or head_dim % 2 or tensor.shape[0] % head_dim:
+        return tensor
+    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,113 @@
+"""The DSpark draft (DeepSpec, 2026): a DFlash block (`modeling_dflash`), a bias of low rank by the token drawn before
+(`MarkovHead`), and an estimate of acceptance that is known before the draw (`DSparkDraft.confidence`).
+
+One pass over the block gives a state h_k and logits U_k for each candidate k. Candidates are then drawn from left to
+right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the last token of the sequence:
+
+    q_k = softmax(U_k + bias(e, h_k)),    c_k = sigmoid(w [h_k; e] + b)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
+from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings
+from hf_specdecpp.models.causal_lm import CausalLM
+
+
+class MarkovHead(nn.Module):
+    """The bias of a candidate's logits by the token before, of rank r, with W1 by the target's token ids:
+
+        vanilla: bias = W2 e
+        gated:   bias = W2 (sigmoid(G [h; e]) * e)
+        rnn:     (z, c, o) = J [s; e; h],   s' = sigmoid(z) s + (1 - sigmoid(z)) tanh(c),   bias = W2 tanh(o)
+
+    The state s of rnn runs along the path drawn.
+    """
+
+    def __init__(self, settings: DSparkSettings, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.kind, rank = settings.markov_head, settings.markov_rank
+        self.memory_size = rank if self.kind == "rnn" else 0
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, settings.draft_vocab_size or vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return W1 `[..., r]` of the target's token ids; unknown ids count as 0."""
+        embeddings: Tensor = self.markov_w1(tokens.where(tokens < self.markov_w1.num_embeddings, 0))
+        return embeddings
+
+    def forward(self, previous: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the float32 bias `[..., d]`, and s' `[..., memory_size]`; the arguments are those of
+        `DFlashDraft.after`."""
+        e = self.embed(previous)
+        if self.kind == "gated":
+            e = self.gate_proj(torch.cat((hidden, e), dim=-1)).sigmoid() * e
+        if self.kind == "rnn":
+            gate, new, out = self.joint_proj(torch.cat((memory, e, hidden), dim=-1)).chunk(3, dim=-1)
+            gate = gate.sigmoid()
+            memory, e = gate * memory + (1.0 - gate) * new.tanh(), out.tanh()
+        return self.markov_w2(e).float(), memory
+
+
+class ConfidenceHead(nn.Module):
+    """One linear layer on a row's state, and with `confidence_with_markov` on the embedding of the token before."""
+
+    def __init__(self, settings: DSparkSettings, hidden_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(hidden_size + settings.markov_rank * settings.confidence_with_markov, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return float32 log-odds `[...]` of features `[..., hidden_size]` or `[..., hidden_size + r]`."""
+        weight, bias = self.proj.weight.float(), self.proj.bias.float()
+        return functional.linear(features.float(), weight, bias)[..., 0]
+
+
+class DSparkModel(DFlashModel):
+    """The weights of a draft. `markov_head` and `confidence_head` are `None` in a draft without them."""
+
+    def __init__(self, settings: DSparkSettings) -> None:
+        super().__init__(settings)
+        size, vocab_size = self.config.hidden_size, self.config.vocab_size
+        self.markov_head = MarkovHead(settings, size, vocab_size) if settings.markov_rank else None
+        self.confidence_head = ConfidenceHead(settings, size) if settings.confidence_head else None
+        self.agreement: list[float] = []  # by `DSpark.bind`, if that measured it
+
+
+class DSparkDraft(DFlashDraft):
+    """Drafts with a `DSparkModel` that is bound to a target: a `DFlashDraft` whose candidates depend on the tokens
+    before, so that q is that of the path drawn."""
+
+    def __init__(self, model: DSparkModel, target: CausalLM) -> None:
+        super().__init__(model, target)
+        self.agreement = model.agreement
+        self.memory_size = 0 if model.markov_head is None else model.markov_head.memory_size
+
+    def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        if self.model.markov_head is None:
+            return logits, memory
+        bias, memory = self.model.markov_head(previous, hidden, memory)
+        return logits + bias, memory
+
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return the confidence head's float32 log-odds `[...]` that a candidate will be accepted, known before it is
+        drawn; the draft must have such a head (`model.confidence_head`).
+
+        Args:
+            hidden: `[..., hidden_size]`, h_k: the state of the row that proposes the candidate.
+            previous: `[...]`, the token before the candidate, drawn or the last of the sequence.
+        """
+        head: Any = self.model.confidence_head
+        if self.settings.confidence_with_markov:
+            hidden = torch.cat((hidden, self.model.markov_head.embed(previous)), dim=-1)
+        odds: Tensor = head(hidden)
+        return odds
