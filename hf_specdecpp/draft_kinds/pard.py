@@ -1,0 +1,125 @@
+"""PARD drafts (arXiv 2504.18583): a causal LM that proposes a block of candidates with one pass over the last token and
+mask tokens (`ParallelDrafter`). One draft serves all models with its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_specdecpp.cuda_graphs.draft_steps import Unrolled, Window
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
+from hf_specdecpp.draft_kinds.draft_kind import Config
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.draft_model import DraftSession
+from hf_specdecpp.drafting.drafter import Drafter, ModelSteps, read_chain
+from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
+from hf_specdecpp.models.checks import keeps_recurrent_state
+from hf_specdecpp.trees.tree import DraftTree
+
+BLOCK = 12  # candidates per pass: configs name no number, and the authors' results are with 12
+
+
+def mask_token_of(raw: Config) -> int | None:
+    """Return the id of the mask token that a `config.json` names; `None` for models that draft token by token.
+    `ValueError` for PARD-2, or if the id is invalid."""
+    if raw.get("pard2") or raw.get("spd_type") == "pard2" or "pard2_target_layers" in raw:
+        raise ValueError(
+            "This is a PARD-2 draft, which reads the target's states with weights from a pickle (warp_model.bin), and "
+            "pickles could run code. Use a PARD draft (amd/PARD-Qwen3-0.6B) or another one: specdecpp drafts MODEL."
+        )
+    found = raw.get("pard_token")
+    if (found is not None or raw.get("spd_type") == "pard") and (type(found) is not int or found < 0):
+        raise ValueError(
+            f"pard_token={str(found)[:40]} of config.json must be the id of the mask token that this PARD draft was "
+            "trained with. Download it again, or use another draft."
+        )
+    return found
+
+
+class ParallelDrafter(Drafter):
+    """A causal LM that proposes `block` candidates with one pass, so a candidate's distribution is independent of the
+    candidates before. `ValueError` if there is no embedding of the mask token, or the model has recurrent states.
+
+    Example: with `block=3` and the sequence a b c, the pass reads a b c M M, and the rows of c, M and M propose the
+    three candidates. Keys and values of a b c stay in the cache.
+    """
+
+    def __init__(self, model: CausalLM, draft_vocab: Tensor | None, mask_token: int, block: int = BLOCK) -> None:
+        if mask_token >= (known := num_embeddings(model)) or keeps_recurrent_state(model):
+            raise ValueError(
+                f"{type(model).__name__} cannot be a PARD draft: its mask token (pard_token={mask_token}) needs one of "
+                f"its {known} embeddings, and recurrent states cannot drop mask tokens. Use another draft."
+            )
+        super().__init__(model, draft_vocab)
+        self.mask_token, self.block, self.places = mask_token, block, block
+
+    def session(self, vocab_size: int) -> MaskSession:
+        return MaskSession(self, vocab_size)
+
+    row_session: Any = session
+    batch = Draft.batch
+
+    def round_steps(self, vocab_size: int) -> MaskSteps | None:
+        return None if self.captured_copy is None else MaskSteps(self.captured_copy, vocab_size)
+
+    @property
+    def tree_reader(self) -> None:
+        """`None`: candidates are read as verified tokens only."""
+
+
+class MaskSession(DraftSession):
+    """Session for one sequence: reads the emitted tokens of a round and the mask tokens in one pass."""
+
+    drafter: ParallelDrafter
+    found: tuple[Tensor, Tensor]
+
+    def propose_next(self, candidates: list[Tensor]) -> Any:
+        logits, hidden = self._block()
+        place = len(candidates)
+        return (logits[place], hidden[place]) if place < len(logits) else None
+
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """Nodes of equal depth have equal logits, those of a candidate at that place; behind the block only -inf."""
+        logits, hidden = self._block()
+        depths = torch.tensor([tree.depths[node] for node in nodes], device=logits.device)
+        rows = depths.clamp_max(len(logits) - 1)
+        return logits[rows].masked_fill((depths > rows)[:, None], float("-inf")), hidden[rows]
+
+    def _block(self) -> tuple[Tensor, Tensor]:
+        """Logits `[places, vocab_size]` and hidden states `[places, hidden_size]` of this round, computed once."""
+        if not self.passes:
+            drafter = self.drafter
+            count = int(max(min(drafter.block, drafter.max_length - self.length + 1), 1))  # positions may end
+            tokens, _ = self._take([])
+            self.cache.activate_past_recording()
+            self.text.begin_round()
+            read = functional.pad(tokens, (0, count - 1), value=drafter.mask_token)
+            hidden = drafter.hidden_states(read, self.cache, are_known=True)[0, -count:]
+            self.text.commit(tokens.shape[1], of=read.shape[1])
+            self.found = drafter.logits(hidden, self.vocab_size), hidden
+        return self.found
+
+
+class MaskSteps(ModelSteps):
+    """`MaskSession` for captured rounds: the mask tokens take the place of the dummies behind the last token."""
+
+    def __init__(self, drafter: Any, vocab_size: int) -> None:
+        super().__init__(drafter, vocab_size)
+        self.most, self.behind = drafter.places, drafter.block - 1
+
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - one for all
+        drafter = self.drafter
+        rows = window.last[:, None] + torch.arange(drafter.block, device=window.last.device)
+        tokens = functional.pad(drafter.known(window.tokens), (0, self.behind))
+        tokens = tokens.scatter(1, rows[:, 1:], drafter.mask_token)
+        hidden = read_chain(drafter, cache, tokens, None)
+        hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[2]))
+        cache.length.add_(window.last + 1)
+        logits, width = drafter.logits(hidden, self.vocab_size), 1
+        for place in range(drafter.block):
+            own = slice(place, place + 1)
+            level = yield logits[:, own].expand(-1, width, -1), hidden[:, own].expand(-1, width, -1)
+            width = level.tokens.shape[1]
