@@ -93,12 +93,12 @@ class MaskSession(DraftSession):
         if not self.passes:
             drafter = self.drafter
             count = int(max(min(drafter.block, drafter.max_length - self.length + 1), 1))  # positions may end
-            tokens, _ = self._take([])
+            tokens, _ = self._next_tokens([])
             self.cache.activate_past_recording()
-            self.text.begin_round()
+            self.context.begin_round()
             read = functional.pad(tokens, (0, count - 1), value=drafter.mask_token)
             hidden = drafter.hidden_states(read, self.cache, are_known=True)[0, -count:]
-            self.text.commit(tokens.shape[1], of=read.shape[1])
+            self.context.commit(tokens.shape[1], of=read.shape[1])
             self.found = drafter.logits(hidden, self.vocab_size), hidden
         return self.found
 

@@ -99,8 +99,9 @@ def pair(name: str, **speculation: Any) -> Pair:
 
 
 @pytest.mark.daily(
-    "eagle3, all-chain, block", "eagle3, some-chain, throughput", "pard-chain, block", "pard-dyspec, token", "gemma4, all-static, block", "mtp-chain, token",
-    "mtp, hybrid target-chain, block", "early exit, colder-static, token", takes=5,
+    "eagle3, all-chain, block", "eagle3, some-chain, throughput", "gemma4, all-static, block", "mtp-chain, token",
+    "mtp, hybrid target-chain, block", "early exit, colder-static, token", "pard-chain, block", "pard-dyspec, token",
+    takes=5,
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_generate_emits_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
