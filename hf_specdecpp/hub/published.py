@@ -50,11 +50,13 @@ def published(target: str) -> list[Published]:
     name = target.rstrip("/").lower()
     wanted = name if name in {each.target.lower() for each in table()} else Path(name).name
     found = [each for each in table() if wanted in (each.target.lower(), each.target.lower().split("/")[1])]
-    compared = Counter((each.source, each.measured_on) for each in found if each.measured_on)
+    compared = Counter((each.source, each.measured_on) for each in found)
 
     def place(each: Published) -> tuple[bool, int, float]:
-        others = compared[each.source, each.measured_on] - 1
-        return not each.measured_on, -others, -(each.speedup or each.tokens_per_pass or 0.0) if others > 0 else 0.0
+        if not each.measured_on:
+            return True, 0, 0.0
+        together = compared[each.source, each.measured_on]
+        return False, -together, -(each.speedup or each.tokens_per_pass or 0.0) if together > 1 else 0.0
 
     return sorted(found, key=place)
 

@@ -93,9 +93,9 @@ def test_layer_ids_of_deepspec_count_outputs(tmp_path: Path) -> None:
     ]
     reads = [each.ready_drafter().model.settings.reads for each in made]
     assert reads == [[2, 1], [2, 1], [1, 0]]
-    found = [drafted(each, target) for each in made]
-    assert torch.equal(*found[:2])
-    assert not torch.allclose(*found[1:])
+    theirs, same, others = (drafted(each, target) for each in made)
+    assert torch.equal(theirs, same)
+    assert not torch.allclose(theirs, others)
 
 
 @pytest.mark.parametrize("ids", [[1, "2"], "12", [-1, 2], [True, 2]])
