@@ -110,7 +110,7 @@ class MaskSteps(ModelSteps):
         super().__init__(drafter, vocab_size)
         self.most, self.behind = drafter.places, drafter.block - 1
 
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - one for all
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         drafter = self.drafter
         rows = window.last[:, None] + torch.arange(drafter.block, device=window.last.device)
         tokens = functional.pad(drafter.known(window.tokens), (0, self.behind))
