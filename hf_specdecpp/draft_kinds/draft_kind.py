@@ -259,9 +259,7 @@ class PublishedKind(DraftKind):
         return self.read(draft.config.to_dict(), draft.state_dict(), type(draft).__name__)
 
 
-def raw_config(
-    name: CausalLM | str | Path | None, revision: str | None = None, hub_kwargs: dict[str, Any] | None = None
-) -> dict[str, Any] | None:
+def raw_config(name: Any, revision: str | None = None, hub_kwargs: dict[str, Any] | None = None) -> Config | None:
     """Return the config of a folder, Hub id or model object; `None` if there is none or it cannot be read. The error
     is left to the code that loads the draft."""
     if not isinstance(name, str | Path):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_specdecpp.config.value_checks import check_values
 from hf_specdecpp.cuda_graphs.draft_steps import Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds.draft_kind import Config
@@ -30,25 +31,19 @@ def mask_token_of(raw: Config) -> int | None:
             "This is a PARD-2 draft, which reads the target's states with weights from a pickle (warp_model.bin), and "
             "pickles could run code. Use a PARD draft (amd/PARD-Qwen3-0.6B) or another one: specdecpp drafts MODEL."
         )
-    found = raw.get("pard_token")
-    if (found is not None or raw.get("spd_type") == "pard") and (type(found) is not int or found < 0):
-        raise ValueError(
-            f"pard_token={str(found)[:40]} of config.json must be the id of the mask token that this PARD draft was "
-            "trained with. Download it again, or use another draft."
-        )
-    return found
+    found = {"pard_token": raw.get("pard_token")}
+    check_values(found, {"pard_token": int if raw.get("spd_type") == "pard" else int | None})
+    return found["pard_token"]
 
 
 class ParallelDrafter(Drafter):
-    """A causal LM that proposes `block` candidates with one pass, so a candidate's distribution is independent of the
-    candidates before. `ValueError` if there is no embedding of the mask token, or the model has recurrent states.
+    """A causal LM that proposes `block` candidates with one pass. `ValueError` if the mask token M has no embedding, or the
+    model has recurrent states.
 
-    Example: with `block=3` and the sequence a b c, the pass reads a b c M M, and the rows of c, M and M propose the
-    three candidates. Keys and values of a b c stay in the cache.
-    """
+    Example: with `block=3` the pass after a b c reads a b c M M, and the rows of c, M and M propose the candidates."""
 
     def __init__(self, model: CausalLM, draft_vocab: Tensor | None, mask_token: int, block: int = BLOCK) -> None:
-        if mask_token >= (known := num_embeddings(model)) or keeps_recurrent_state(model):
+        if not 0 <= mask_token < (known := num_embeddings(model)) or keeps_recurrent_state(model):
             raise ValueError(
                 f"{type(model).__name__} cannot be a PARD draft: its mask token (pard_token={mask_token}) needs one of "
                 f"its {known} embeddings, and recurrent states cannot drop mask tokens. Use another draft."
@@ -65,24 +60,20 @@ class ParallelDrafter(Drafter):
     def round_steps(self, vocab_size: int) -> MaskSteps | None:
         return None if self.captured_copy is None else MaskSteps(self.captured_copy, vocab_size)
 
-    @property
-    def tree_reader(self) -> None:
-        """`None`: candidates are read as verified tokens only."""
+    tree_reader = None  # candidates are read as verified tokens only
 
 
 class MaskSession(DraftSession):
     """Session for one sequence: reads the emitted tokens of a round and the mask tokens in one pass."""
 
     drafter: ParallelDrafter
-    found: tuple[Tensor, Tensor]
 
     def propose_next(self, candidates: list[Tensor]) -> Any:
         logits, hidden = self._block()
-        place = len(candidates)
-        return (logits[place], hidden[place]) if place < len(logits) else None
+        return next(zip(logits[len(candidates) :], hidden[len(candidates) :], strict=True), None)
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Nodes of equal depth have equal logits, those of a candidate at that place; behind the block only -inf."""
+        """Nodes get the logits of their depth's candidate, and -inf behind the block."""
         logits, hidden = self._block()
         depths = torch.tensor([tree.depths[node] for node in nodes], device=logits.device)
         rows = depths.clamp_max(len(logits) - 1)
@@ -119,7 +110,6 @@ class MaskSteps(ModelSteps):
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[2]))
         cache.length.add_(window.last + 1)
         logits, width = drafter.logits(hidden, self.vocab_size), 1
-        for place in range(drafter.block):
-            own = slice(place, place + 1)
-            level = yield logits[:, own].expand(-1, width, -1), hidden[:, own].expand(-1, width, -1)
+        for row, state in zip(logits.split(1, 1), hidden.split(1, 1), strict=True):
+            level = yield row.expand(-1, width, -1), state.expand(-1, width, -1)
             width = level.tokens.shape[1]

@@ -46,8 +46,8 @@ class Independent(DraftKind):
     def refuse_published(self, draft: CausalLM) -> None:
         if pard.mask_token_of(draft.config.to_dict()) is not None:
             raise ValueError(
-                f"{draft.config.name_or_path!r} is a PARD draft, which is used as published: nothing is trained for it "
-                "or exported here. vLLM serves it from its own repository (method draft_model, parallel_drafting)."
+                f"{draft.config.name_or_path!r} is a PARD draft, for which nothing is trained or exported here. vLLM "
+                "serves it from its own repository (method draft_model, parallel_drafting)."
             )
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:

@@ -68,7 +68,7 @@ def test_other_drafts_are_refused_by_their_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [{"speculators_model_type": "peagle"}, {"ptd_token_id": 5}, {"pard_token": 5}])
 def test_p_eagle_is_refused_by_name(said: dict[str, Any], tmp_path: Path) -> None:
-    refused(PLAIN.save(tmp_path, **said), "holds a P-EAGLE draft: EAGLE-3 that proposes several tokens with one pass")
+    refused(PLAIN.save(tmp_path, **said), "holds a P-EAGLE draft .EAGLE-3 that proposes several tokens with one pass")
 
 
 DEEPSPEC = Checkpoint(qwen3=True, vocab=VOCAB, own_embeddings=True, num_reads=2)
