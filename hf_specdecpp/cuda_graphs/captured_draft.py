@@ -122,6 +122,7 @@ class CapturedDraft:
         shift: `[bins]`, the numbers that calibration adds to log-odds.
         alive: `[texts]` int64, 0 for sequences that have ended.
         pending: the largest `last + 1`, on the host; the window is full at `width`.
+        most_rows: the most rows of the cache that a round writes.
         caches: the draft's caches.
         source: the sequence that the steps read: the draft's, or the target's if the draft shares its cache.
     """
@@ -130,6 +131,7 @@ class CapturedDraft:
         self.steps, self.device = steps, steps.device
         self.nodes = max(each.nodes for each in shapes)
         self.width = max(each.levels for each in shapes) + 1 + steps.again + spare
+        self.most_rows = self.width + max(self.nodes, steps.behind)
         zeros, size = partial(torch.zeros, dtype=torch.long, device=self.device), self.nodes + 1
         with lasting():
             self.tokens, self.last, self.count = zeros((texts, self.width)), zeros(texts), zeros(texts)
@@ -165,7 +167,7 @@ class CapturedDraft:
         self.context = FixedContext(self.caches, self._positions)
         self.source = of_target if self.steps.shares_cache else self.context
         self.alive.fill_(1)
-        cache, end = self.context.with_capacity(count + self.width + self.nodes), max(count - 1 - again, 0)
+        cache, end = self.context.with_capacity(count + self.most_rows), max(count - 1 - again, 0)
         if cache.prompt is not None:
             cache.prompt.shown.copy_(torch.arange(cache.capacity, device=self.device) >= padding[:, None])
             cache.prompt.offset.copy_(-padding[:, None])

@@ -133,7 +133,7 @@ class CapturedRounds:
         return min(taken)
 
     def _grow_caches(self, shape: RoundShape, rules: RoundRules) -> None:
-        most = self._num_cached + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
+        most = self._num_cached + max(shape.nodes + 1, self._ahead + self.draft.most_rows)
         capacity = self.passes.context.with_capacity(most).capacity
         self.draft.context.with_capacity(capacity)  # equal sizes: otherwise each pair of sizes needs graphs
         if rules.asks_for_text and self._text is not self._texts.get(capacity):
