@@ -218,7 +218,7 @@ class AssistantModel(PreTrainedModel):
         return warm_up(self.setup(), targets[0], max_length, options)
 
     def __repr__(self) -> str:
-        """Example: "SpecDecPPAssistant(text that was seen before, rule='throughput', default of org/model)"."""
+        """Example: "SpecDecPPAssistant(lookups in earlier text, rule='throughput', default of org/model)"."""
         in_memory = self.kind.rests_on == "draft" and self.config.draft_id is None
         draft = type(self.ready_drafter().model).__name__ if in_memory else describe(self.config)
         head = ", with a head" if self.head is not None else ""
@@ -263,7 +263,7 @@ class AssistantModel(PreTrainedModel):
         log = logger.warning if acceptance.is_wrong(self.agreement) else logger.info
         log(f"{name}: {acceptance.describe(self.agreement)}")
 
-    # What a generation asks for --------------------------------------------------------------------------------------
+    # Called during generations ---------------------------------------------------------------------------------------
 
     def ready_drafter(self) -> Any:
         """The drafter; `ValueError` if it is made from the target and the assistant is not attached yet."""
@@ -330,7 +330,7 @@ class AssistantModel(PreTrainedModel):
             generator.share_products(first)
         return generator
 
-    # What transformers asks of a model -------------------------------------------------------------------------------
+    # Called by transformers, as methods of a model -------------------------------------------------------------------
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         """Always raises `ValueError`: an assistant generates only with its target."""

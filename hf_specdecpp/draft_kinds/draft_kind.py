@@ -145,6 +145,9 @@ class DraftKind(ABC):
             f"with {self.describe(config)}. Leave it out."
         )
 
+    def refuse_published(self, draft: CausalLM) -> None:  # noqa: B027 - a kind may have such models
+        """Raise `ValueError` if a draft model is used as published: nothing is trained for it or exported here."""
+
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the draft to a folder in a format that other engines serve; `ValueError` if that is impossible."""
         raise NotImplementedError
@@ -263,14 +266,14 @@ class PublishedKind(DraftKind):
         return self.read(draft.config.to_dict(), draft.state_dict(), type(draft).__name__)
 
 
-def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
+def raw_config(name: Any, revision: str | None = None, hub_kwargs: dict[str, Any] | None = None) -> Config | None:
     """Return the config of a folder, Hub id or model object; `None` if there is none or it cannot be read. The error
     is left to the code that loads the draft."""
     if not isinstance(name, str | Path):
         config = getattr(name, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None
     try:
-        return files.read_fields(Repository(str(name)).file("config.json"))
+        return files.read_fields(Repository(str(name), revision, None, hub_kwargs or {}).file("config.json"))
     except (OSError, ValueError):
         return None
 

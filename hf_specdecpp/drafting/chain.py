@@ -1,4 +1,4 @@
-"""Draft a chain (SpecDec++, section 3): draw a candidate, submit it, ask a stopping rule whether to continue.
+"""Draft a chain (SpecDec++, section 3): draw a candidate, submit it, and continue until a stopping rule ends the chain.
 
 The output is exact: a rule may use everything known to the draft, including the last candidate, because every drawn
 candidate is submitted. No rule can drop a candidate. (`docs/specdecpp.md`)

@@ -58,8 +58,8 @@ def in_rounds(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int = 
 def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
     """States `[batch, n, hidden_size]` that give q after each token, if whole blocks are accepted.
 
-    Example: 3 places, sequence a b c d e f. What follows b, c and d are candidates 1, 2 and 3 of the block after b,
-    what follows e and f are candidates 1 and 2 of that after e. The row of a is zero, because no state precedes a.
+    Example: 3 places, sequence a b c d e f. The rows of b, c and d are those of candidates 1, 2 and 3 in the block
+    after b, the rows of e and f those of candidates 1 and 2 in the block after e. The row of a is zero.
     """
     (batch, length), places = input_ids.shape, int(draft.places)
     anchors = torch.arange(1, length, places, device=input_ids.device)

@@ -257,7 +257,8 @@ class AcceptanceRates:
         return np.array(tokens)
 
     def fit(self) -> None:
-        """Compute probabilities from counts; bins with small counts are shrunk towards the average of all bins."""
+        """Compute `acceptance` and `following` from counts. Small counts are shrunk: a bin's acceptance towards a line
+        fitted to all bins, a row of `following` towards the frequencies in all rows."""
         judged = self.transitions.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
         # First all bins together, so that a useless draft is recognised after a few candidates in any bins.

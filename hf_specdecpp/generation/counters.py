@@ -103,12 +103,7 @@ class Counters:
     graph_seconds: float = field(default=0.0, metadata={OF_TWO: max})
     graph_bytes: int = field(default=0, metadata={OF_TWO: max})
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata=LATEST)
-    branched_tree: DrawnTree | None = field(
-        default=None,
-        compare=False,
-        repr=False,
-        metadata=MOST_BRANCHED,
-    )
+    branched_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata=MOST_BRANCHED)
     rows: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={OF_TWO: lambda *_: []})
     agreement: list[float] = field(default_factory=list, metadata=EITHER)
     suspect: str | None = field(default=None, metadata=EITHER)

@@ -121,8 +121,9 @@ def split_prompts(
 
 def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
     """At most `limit` of the prompts, chosen by `seed`."""
-    is_all = limit is None or limit >= len(prompts)
-    return prompts if is_all else random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret
+    if limit is None or limit >= len(prompts):
+        return prompts
+    return random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret
 
 
 def _read_file(path: Path) -> list[Prompt]:

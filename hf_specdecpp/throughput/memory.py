@@ -98,12 +98,7 @@ class Memory:
         return found
 
     def recall(
-        self,
-        decisions: Decisions,
-        owner: CausalLM,
-        estimator: Estimator,
-        how: GenerationConfig,
-        trees: bool = False,
+        self, decisions: Decisions, owner: CausalLM, estimator: Estimator, how: GenerationConfig, trees: bool = False
     ) -> Learned:
         """Statistics of an `owner` (the target, or without one the draft), for one way of sampling; new if missing."""
         greedy = not how.do_sample

@@ -32,7 +32,7 @@ class TreePlan(Plan, SlotValuation):
     Attributes:
         splits: learned s: a slot of value v takes about 1 + s (v a / t - 1) draws until all gains in it are below t.
         mean_estimate: learned mean of a, 0.5 before the first draws.
-        unread, room, trial: in this round: tokens that the draft reads first, the most nodes, and the length of the
+        unread, limit, trial: in this round: tokens that the draft reads first, the most nodes, and the length of the
             chain to try, if any.
         saved: plain passes that siblings would have saved in rounds without siblings (`Slots.branches`).
         refused: the reason if a test showed that the target or the draft cannot read trees.

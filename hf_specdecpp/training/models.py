@@ -71,6 +71,7 @@ def check(config: TrainingConfig) -> None:
     target = _without_weights(config.target)
     check_target(target)
     draft = draft_of(config, target, _without_weights)
+    config.kind.refuse_published(draft)
     if config.distill.draft_vocab_size is not None:
         check_size(config.distill.draft_vocab_size, always_kept(target), most_ids(target, draft))
 

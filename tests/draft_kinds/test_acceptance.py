@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.files import dflash_files, gemma4_files, mtp_files
+from support.files import dflash_files, dspark_files, gemma4_files, mtp_files
 from support.files.eagle3_files import VARIANTS, VOCAB, Checkpoint
 from support.files.repos import change_json, letter_tokenizer
 from support.targets.formulas import states_of
@@ -138,6 +138,7 @@ def of_repository(save: Callable[[Path], Any], target_for: Callable[[], Any]) ->
 DRAFTS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
     "eagle3": of_repository(VARIANTS["plain"].save, lambda: tiny("llama")),
     "dflash": of_repository(dflash_files.VARIANTS["plain"].save, dflash_files.target_for),
+    "dspark": of_repository(dspark_files.VARIANTS["speculators, rnn"].save, dspark_files.target_for),
     "gemma4": of_repository(
         lambda to: gemma4_files.VARIANTS["plain"].theirs(sliding_window=64).save_pretrained(to),
         lambda: gemma4_files.target_for(sliding_window=64),

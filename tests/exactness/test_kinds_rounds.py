@@ -251,17 +251,15 @@ class OnePathForAll(KindTree):
 
 
 class AnotherBias(KindRound):
-    """q is told with the bias of another token than the one before: of the sequence's last token at each place, of a
-    draft's id in the place of the target's, of the token before that; or with that of the row before."""
-
-    wrong: Any
+    """q is returned with the bias of a wrong token or row: of the sequence's last token at each place, of a draft's id
+    where the target's belongs, of the token before that, or of the row before."""
 
     def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         chain = super().draft(randomness, rule, prefix)
-        told = [self.told(chain.candidates[:place]) for place in range(len(chain.candidates))]
-        return Chain(chain.candidates, told)
+        wrong = [self.wrong(chain.candidates[:place]) for place in range(len(chain.candidates))]
+        return Chain(chain.candidates, wrong)
 
-    def told(self, path: list[int]) -> Tensor:
+    def wrong(self, path: list[int]) -> Tensor:
         session, place = self.models.session, len(path)
         logits, hidden = session._block()
         memory, before = session._nothing, [TEXT[-1], *path]
@@ -300,14 +298,14 @@ class AnotherRow(AnotherBias):
 
 
 class AnotherParent(KindTree):
-    """A node's q is told with the bias of the node before it at the same depth."""
+    """A node's q is returned with the bias of the node before it at the same depth."""
 
     def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
-        session, told = self.models.session, dict(tree.scores)
+        session, scores = self.models.session, dict(tree.scores)
         known = session._memory.copy()
-        for node in sorted(told):
-            other = [each for each in told if tree.depths[each] == tree.depths[node] and each < node]
+        for node in sorted(scores):
+            other = [each for each in scores if tree.depths[each] == tree.depths[node] and each < node]
             if other:
                 own, session._memory = (tree.tokens[node], tree.parents[node]), known.copy()
                 tree.tokens[node], tree.parents[node] = tree.tokens[other[0]], tree.parents[other[0]]
@@ -318,8 +316,8 @@ class AnotherParent(KindTree):
         return tree
 
 
-def test_the_told_q_of_the_mutants_would_be_right() -> None:
-    """The control: without a mutation they tell what was drawn from."""
+def test_without_a_mutation_q_is_right() -> None:
+    """The control: what the mutants return without their mutation is what was drawn from."""
     for seed in range(2):
         program = AnotherBias(models_of("dspark", seed), "fixed", (3, 3), seed)
         assert worst_error(exact_distribution(program), program.models.p, VOCAB) < TOLERANCE["dspark"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.files import dflash_files, eagle3_files, gemma4_files
+from support.files import dflash_files, dspark_files, eagle3_files, gemma4_files
 from support.files.repos import change_json, save_model, tokenizer
 from support.runs.hub_server import HubServer, point_client_at
 from support.targets.models import partly_agreeing, prompt, tiny
@@ -102,6 +102,7 @@ def test_of_the_hub_small_files_are_enough(
 PUBLISHED: dict[str, tuple[Callable[[Path], Any], Callable[..., Any], str | None]] = {
     "eagle3": (eagle3_files.VARIANTS["plain"].save, lambda: tiny("llama"), None),
     "dflash": (dflash_files.VARIANTS["plain"].save, dflash_files.target_for, None),
+    "dspark": (dspark_files.VARIANTS["deepspec"].save, dspark_files.target_for, None),
     "gemma4": (
         lambda to: gemma4_files.VARIANTS["plain"].theirs().save_pretrained(to), gemma4_files.target_for, "text_config"
     ),

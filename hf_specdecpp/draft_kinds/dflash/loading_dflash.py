@@ -37,9 +37,7 @@ RENAMED = (
 )
 # Ignored: buffers, and the target's norm, which speculators stores for training.
 NAMES = Names(
-    RENAMED,
-    r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$",
-    lambda name: ORIGINAL.get(name, name),
+    RENAMED, r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$", lambda name: ORIGINAL.get(name, name)
 )
 HEADS = (
     "With a head that is known before a candidate is drawn (specdecpp train --head-only) it is exported as a DSpark "

@@ -349,6 +349,7 @@ class BlockSteps(RoundSteps):
         super().__init__(draft, vocab_size, draft.model, draft.reads.width)
         self.draft, self.model = draft, draft.model
         self.num_layers, self.most = len(self.model.layers), draft.settings.places
+        self.behind = draft.settings.block_size
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         draft, states = self.draft, window.states

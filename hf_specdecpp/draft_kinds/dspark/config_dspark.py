@@ -83,7 +83,7 @@ def read_block(raw: Mapping[str, Any]) -> DFlashSettings:
 def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DSparkSettings:
     """Read the settings from a config, and those of both heads from the tensors, by their names in the module.
     `ValueError` as `read_block`, and for a field that contradicts the tensors."""
-    block, said = read_block(raw), {**raw, **nested(raw)}
+    block, given = read_block(raw), {**raw, **nested(raw)}
     rows, columns = ({name: tensor.shape[at] for name, tensor in named.items() if tensor.dim()} for at in (0, -1))
     rank, width = columns.get("markov_head.markov_w1.weight", 0), columns.get("confidence_head.proj.weight")
     with_markov = rank > 0 and width == block.layer["hidden_size"] + rank
@@ -100,12 +100,12 @@ def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DSpark
     if width is not None:
         found["confidence_head_with_markov"] = with_markov
     for name, value in found.items():
-        if said.get(name) not in (None, value):
+        if given.get(name) not in (None, value):
             raise ValueError(
-                f"config.json says {name}={shown(said[name])}, and by the draft's tensors that is {value}. The two do "
+                f"config.json says {name}={shown(given[name])}, and by the draft's tensors that is {value}. The two do "
                 "not belong together: download the repository again."
             )
-    first, says_layout = _layout(raw, said, block.block_size)
+    first, says_layout = _layout(raw, given, block.block_size)
     return DSparkSettings(
         **{**vars(block), "samples_anchor": first, "draft_vocab_size": found["draft_vocab_size"]},
         markov_rank=rank,
@@ -120,15 +120,15 @@ MARKOV_HEADS = {"gated": "gate_proj", "rnn": "joint_proj"}  # and their own tens
 OF_DRAFT_VOCAB = ("markov_head.markov_w2.weight", "lm_head.weight", "d2t")  # one row for each of the draft's tokens
 
 
-def _layout(raw: Mapping[str, Any], said: Mapping[str, Any], block_size: int) -> tuple[Any, bool]:
+def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -> tuple[Any, bool]:
     """Return whether the row of the last token proposes the first candidate, and whether the config says that.
 
     Drafts of `speculators` that do not say so have as many candidates as they declare, or one less than rows; others
     are trained with a candidate in each row.
     """
     for name in ("sample_from_anchor", "query_zero_predicts_next"):
-        if said.get(name) is not None:
-            return said[name], True
+        if given.get(name) is not None:
+            return given[name], True
     if SPECULATORS not in raw:
         return True, False
     methods = mapping(raw, "speculators_config").get("proposal_methods")

@@ -60,9 +60,8 @@ class DSpark(DFlash):
         if module is None or module.confidence_head is None:
             return None
         proj = module.confidence_head.proj
-        head = AcceptanceHead(module.config.hidden_size + module.settings.markov_rank, inputs="path").requires_grad_(
-            False
-        )
+        width = module.config.hidden_size + module.settings.markov_rank
+        head = AcceptanceHead(width, inputs="path").requires_grad_(False)
         head.output.weight[:, : proj.in_features] = proj.weight  # further inputs have the weight 0
         head.output.bias[:] = proj.bias
         head.is_published = True
@@ -83,11 +82,11 @@ class DSpark(DFlash):
         chosen = max(rates, key=lambda first: rates[first][0], default=usual.samples_anchor)
         module.settings = replace(usual, samples_anchor=chosen, says_layout=bool(rates))  # measured once
         module.agreement = rates.get(chosen, [])
-        told = ", and ".join(f"{shares[0]:.0%} as {ROWS[first]}" for first, shares in rates.items())
+        found = ", and ".join(f"{shares[0]:.0%} as {ROWS[first]}" for first, shares in rates.items())
         log = logger.info if rates else logger.warning
         log(
             f"{name} does not say which row of a block proposes the first candidate (sample_from_anchor). That is "
-            f"taken to be {ROWS[chosen]}: the first candidates {f'agree to {told}' if told else 'cannot be compared'}."
+            f"taken to be {ROWS[chosen]}: the first candidates {f'agree to {found}' if found else 'are not known'}."
         )
 
 

@@ -90,7 +90,7 @@ class DSparkDraft(DFlashDraft):
 
     @property
     def hidden_size(self) -> int:
-        return super().hidden_size + int(self.settings.markov_rank)
+        return super().hidden_size + int(self.model.settings.markov_rank)
 
     def along(self, hidden: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """As in `DFlashDraft`: the state of candidate k is [h_k; e; s], with the state s of rnn, if any."""
@@ -103,7 +103,8 @@ class DSparkDraft(DFlashDraft):
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         if (markov := self.model.markov_head) is None:
             return super().logits(hidden, vocab_size)
-        own, e, memory = hidden.split((super().hidden_size, int(self.settings.markov_rank), self.memory_size), dim=-1)
+        sizes = super().hidden_size, int(self.model.settings.markov_rank), self.memory_size
+        own, e, memory = hidden.split(sizes, dim=-1)
         return self.of_target(self.head_logits(own) + markov.bias(e, own, memory)[0], vocab_size)
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,7 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
 
 @torch.no_grad()
 def _copy_weights(draft: AdaptedDraft, work: Path, kind: DraftKind) -> None:
-    """Copy the adapter and the fusion of another run into `draft`. `ValueError` if their shapes differ."""
+    """Copy adapter and fusion of another run into `draft`. `ValueError` if one is missing or has another shape."""
     if not (work / ADAPTER_FOLDER).is_dir():
         raise ValueError(f"distill.start_from={str(work)!r} has no trained adapter. Name the work_dir of a run.")
     theirs = read_adapter(work / ADAPTER_FOLDER).loras

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.files.dspark_files import BLOCK, GREEDY, IDS, START, VARIANTS, VOCAB, Checkpoint, Formulas, target_for
 from support.targets.formulas import close, states_of
-from support.targets.models import prompt, told
+from support.targets.models import configured, prompt
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -23,7 +23,7 @@ FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": BLOCK, "draft_successors
 def loaded(checkpoint: Checkpoint, folder: Path, **settings: Any) -> tuple[SpecDecPPAssistant, CausalLM]:
     target = target_for()
     assistant = SpecDecPPAssistant.from_pretrained(checkpoint.save(folder), target=target)
-    return told(assistant, **{**FIXED, **settings}), target
+    return configured(assistant, **{**FIXED, **settings}), target
 
 
 def begun(draft: Any, target: CausalLM, count: int = 1) -> BlockSession:

@@ -17,12 +17,12 @@ from support.files.dflash_files import VARIANTS, Checkpoint, assisted, target_fo
 from support.files.gemma4_files import VARIANTS as GEMMA4
 from support.files.gemma4_files import target_for as gemma4_target
 from support.files.mtp_files import dense
-from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny, told
+from support.targets.models import assistant_of, configured, prompt, quiet_later_layers, tiny
 
 Made = tuple[CausalLM, SpecDecPPAssistant]
 TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 9, "min_p": 0.01}
-KINDS = ["independent", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [
+KINDS = ["independent", "pard", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [
     "dflash windows", "dflash windows alone", "dspark deepspec, rnn", "dspark speculators, rnn", "dspark liquid"
 ] * RETURNS_CHOSEN  # fmt: skip
 
@@ -44,7 +44,7 @@ def made(kind: str, folder: Path, device: str = "cpu", **settings: Any) -> Made:
     if kind.startswith("dspark"):
         target = dspark_files.target_for().to(device)
         draft = replace(dspark_files.VARIANTS[kind.removeprefix("dspark ")], block=7).save(folder)
-        return target, told(SpecDecPPAssistant.from_pretrained(draft, target=target), **settings)
+        return target, configured(SpecDecPPAssistant.from_pretrained(draft, target=target), **settings)
     if kind == "gemma 4":
         target, draft = gemma4_target().to(device), GEMMA4["plain"].theirs().to(device)
         return target, SpecDecPPAssistant.from_draft(draft, target=target, speculation=SpeculationConfig(**settings))

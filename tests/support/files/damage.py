@@ -28,7 +28,7 @@ from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
-from support.files import dflash_files, eagle3_files, gemma4_files, mtp_files
+from support.files import dflash_files, dspark_files, eagle3_files, gemma4_files, mtp_files
 from support.files.repos import greedy, head_for, save_adapter, save_model
 from support.targets.models import random_fusion, random_layer, tiny
 
@@ -176,6 +176,8 @@ MAKERS: dict[str, Callable[[Path], Sound]] = {
     "DFlash": _dflash("scaled"),
     "DFlash of transformers": _dflash("windows", "transformers"),
     "DFlash of speculators": _dflash("windows", "speculators"),
+    "DSpark": _of_others(dspark_files.VARIANTS["deepspec, gated"].save, dspark_files.target_for),
+    "DSpark of speculators": _of_others(dspark_files.VARIANTS["speculators, rnn"].save, dspark_files.target_for),
     "Gemma 4": _gemma4("values are keys"),
     "Gemma 4, clusters": _gemma4("clusters"),
     "MTP": _mtp("glm4_moe"),
