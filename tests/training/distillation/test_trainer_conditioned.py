@@ -200,7 +200,6 @@ def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
     assert assistant.stats.drafted > 0
 
 
-@torch.no_grad()
 @pytest.mark.takes(5)
 def test_a_head_on_published_blocks(tmp_path: Path) -> None:
     """All stages with a head that is known before a draw; it is given back, and fitted again beside the given one."""
