@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.files import eagle3_files
 from support.files.dflash_files import Checkpoint
+from support.files.repos import change_json
 from support.runs.distillation_files import check_that_training_helps, measured, prepare, report_of, states_of
 from support.runs.training_files import training_run
 from support.targets.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
@@ -217,6 +218,7 @@ def test_a_head_on_published_blocks(tmp_path: Path) -> None:
     assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
     assert "| draft | DFlash theirs" in Path(config.output, "README.md").read_text(encoding="utf-8")
 
+    change_json(Path(config.output, "config.json"), draft_id=str(theirs))  # the card's stage leaves folders out
     export(config.output, tmp_path / "given", config.target)
     again = replace(config, draft=str(tmp_path / "given"), distill=DistillConfig(), output=str(tmp_path / "again"))
     shutil.copytree(config.work / "rollouts", again.work / "rollouts")
