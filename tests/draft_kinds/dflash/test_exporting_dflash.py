@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +24,20 @@ from hf_specdecpp.training.recorded_chains import target_states
 
 
 @torch.inference_mode()
-def along(assistant: SpecDecPPAssistant, target: CausalLM, greedy: bool = False) -> tuple[Tensor, Tensor]:
+def along(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[Tensor, Tensor]:
     """q and the estimate of each candidate of a chain."""
-    text, draft = prompt(9) % 11, assistant.ready_drafter()
-    session, states = draft.session(target.config.vocab_size), target_states(target, draft, text[0].tolist())
+    text, draft, head = prompt(9) % 11, assistant.ready_drafter(), assistant.head
+    assert head is not None
+    session: Any = draft.session(target.config.vocab_size)
+    states = target_states(target, draft, text[0].tolist())
     assert states is not None
     session.read_verified(text, 0, states[:, :-1])
-    found, path = [], [torch.tensor(each) for each in (4, 9, 2, 5)]
+    found: list[Any] = []
+    path = [torch.tensor(each) for each in (4, 9, 2, 5)]
     for place in range(int(draft.places)):
-        step = DraftStep(place, *session.propose_next(path[:place]), session.embed, greedy)
-        found.append((step.q, assistant.head.estimate(step)))
+        scores, hidden = session.propose_next(path[:place])
+        step = DraftStep(place, scores, hidden, session.embed)
+        found.append((step.q, head.estimate(step)))
     return torch.stack([each for each, _ in found]), torch.stack([each for _, each in found])
 
 

@@ -47,7 +47,8 @@ def chances(assistant: SpecDecPPAssistant, target: CausalLM, path: list[int]) ->
     """c_k along a chain, which is the path."""
     session, found = begun(assistant, target), []
     for place in range(len(path)):
-        step = DraftStep(place, *session.propose_next(list(torch.tensor(path[:place]))), session.embed)
+        scores, hidden = session.propose_next(list(torch.tensor(path[:place])))
+        step = DraftStep(place, scores, hidden, session.embed)
         assert assistant.head is not None
         found.append(assistant.head.estimate(step))
     return torch.stack(found)  # type: ignore[arg-type]
