@@ -216,9 +216,14 @@ def token_ids(
     """
     offsets, kept = named.pop("d2t", None), named.pop("t2d", None)
     count = draft_vocab_size or vocab_size
+    if offsets is None and count == vocab_size:
+        return None
+    if count is None or vocab_size is None:
+        raise ValueError(
+            f"{source}: its config has no vocab_size, without which the ids of its {count or 'own'} tokens have no "
+            "bound. The file is incomplete: download it again."
+        )
     if offsets is None:
-        if count == vocab_size:
-            return None
         raise ValueError(
             f"{source} has no d2t, which says what its {count} tokens are among the target's {vocab_size}. The file is "
             "incomplete: download it again."

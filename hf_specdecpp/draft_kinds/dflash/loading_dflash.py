@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,8 +69,9 @@ class DFlash(PublishedKind):
         "load that one, or a draft of this one."
     )
     title = "DFlash draft"
-    settings_class, model_class = DFlashSettings, DFlashModel
-    drafter = DFlashDraft
+    settings_class = DFlashSettings
+    model_class: ClassVar[type[DFlashModel]] = DFlashModel
+    drafter: ClassVar[type[DFlashDraft]] = DFlashDraft
     served_by = f"vLLM and SGLang serve it from its own repository, with the method dflash. {HEADS}"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
