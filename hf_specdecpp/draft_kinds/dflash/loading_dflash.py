@@ -91,7 +91,7 @@ class DFlash(PublishedKind):
     def build(self, settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
         """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
         named, layer = NAMES.here(tensors, source), settings.layer
-        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size"), source)
+        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
         make = partial(self.model_class, settings)
         model = checkpoints.build(make, named, layer["num_hidden_layers"], source, self.title, NAMES)
         model.token_ids = ids
@@ -103,7 +103,7 @@ class DFlash(PublishedKind):
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
         """Return tensors with the names of the original format, and `d2t` and `t2d`."""
         tensors = NAMES.in_file(state or module.state_dict(), dtype)
-        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size"))
+        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
     def misfit(self, module: DFlashModel, target: CausalLM) -> str | None:
         config, settings = target.config.get_text_config(decoder=True), module.settings
