@@ -205,9 +205,7 @@ def build(
     return model.eval().requires_grad_(False)
 
 
-def token_ids(
-    named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int | None, source: str
-) -> Tensor | None:
+def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int, source: str) -> Tensor | None:
     """Take the tensors `d2t` and `t2d` out of `named`, and return the target's ids of the draft's tokens,
     `[draft_vocab_size]`; `None` for all tokens. `ValueError` if they are damaged or missing.
 
@@ -216,14 +214,9 @@ def token_ids(
     """
     offsets, kept = named.pop("d2t", None), named.pop("t2d", None)
     count = draft_vocab_size or vocab_size
-    if offsets is None and count == vocab_size:
-        return None
-    if count is None or vocab_size is None:
-        raise ValueError(
-            f"{source}: its config has no vocab_size, without which the ids of its {count or 'own'} tokens have no "
-            "bound. The file is incomplete: download it again."
-        )
     if offsets is None:
+        if count == vocab_size:
+            return None
         raise ValueError(
             f"{source} has no d2t, which says what its {count} tokens are among the target's {vocab_size}. The file is "
             "incomplete: download it again."

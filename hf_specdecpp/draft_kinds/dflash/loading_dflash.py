@@ -97,7 +97,7 @@ class DFlash(PublishedKind):
     def build(self, settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
         """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
         named, layer = NAMES.here(tensors, source), settings.layer
-        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size"), source)
+        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
         make = partial(self.model_class, settings)
         model = checkpoints.build(make, named, layer["num_hidden_layers"], source, self.title, NAMES)
         model.token_ids = ids
@@ -109,7 +109,7 @@ class DFlash(PublishedKind):
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
         """Return tensors with the names of the original format, and `d2t` and `t2d`."""
         tensors = NAMES.in_file(state or module.state_dict(), dtype)
-        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size"))
+        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write a DSpark checkpoint: the published draft, with the head of an assistant (`inputs="path"`)."""
