@@ -114,8 +114,8 @@ test-newest: $(NEWEST)/.installed  ## Run the fast tests with the newest torch, 
 test-quantised: $(QUANTS)/.installed  ## Run the tests of quantised targets, with torchao and bitsandbytes
 	@$(PYTEST) PYTHONPATH=$(QUANTS) $(BIN)/pytest tests/models/test_quantised.py tests/test_limits.py $(ARGS)
 
-test-formats: $(FORMATS)/.installed  ## Run the tests beside the package speculators, which writes EAGLE-3 drafts
-	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/draft_kinds/eagle3/test_modeling_eagle3_speculators.py $(ARGS)
+test-formats: $(FORMATS)/.installed  ## Run the tests beside the package speculators, with EAGLE-3 and DSpark drafts
+	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/draft_kinds/*/test_*_speculators.py $(ARGS)
 
 test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TRL and smolagents, which use an assistant
 	@$(PYTEST) PYTHONPATH=$(INTEGRATIONS) $(BIN)/pytest tests/integrations $(ARGS)

@@ -83,7 +83,8 @@ def draw(speeds: Speeds, output: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set(
-        xlabel="speed over plain generate() on the same passes: median, 95 % interval (pale: one prompt)", xlim=(0, 5.4)
+        xlabel="speed over plain generate(), equal multiplications: median, 95 % interval (pale: one prompt)",
+        xlim=(0, 5.4),
     )
     axes.spines[["top", "right"]].set_visible(False)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))

@@ -263,7 +263,8 @@ class SpecDecPPAssistant(AssistantModel):
                 "lack. Save the adapter and name its folder: from_draft(draft, adapter=folder)."
             )
         learned = self.memory.calibrations() if calibration else None
-        return publishing.Contents(config, self.speculation, self.head, self.parts, learned)
+        own_head = None if self.head is not None and self.head.is_published else self.head
+        return publishing.Contents(config, self.speculation, own_head, self.parts, learned)
 
     # The arguments here and in `push_to_hub` differ from transformers', which concern shards of a model's weights.
     def save_pretrained(self, folder: str | Path, calibration: bool = False, **_: Any) -> None:  # type: ignore[override]

@@ -52,7 +52,7 @@ class AssistantModel(PreTrainedModel):
     Attributes:
         speculation: the settings, which may be changed between calls.
         decisions: further decisions of the package, for experiments (`config.speculation.Decisions`).
-        head: the acceptance head, or `None`.
+        head: the acceptance head, by default the confidence head of a published draft; `None` takes q as the estimate.
         memory: acceptance and costs learned for each target, and earlier answers if lookups search them
             (`memory.answers`); `memory.clear()` deletes both.
         drafter: the draft; `None` before `attach` if the draft is made from the target.
@@ -77,7 +77,8 @@ class AssistantModel(PreTrainedModel):
     ) -> None:
         super().__init__(config)
         self.kind = kind_of(config)
-        self.parts, self.head = parts or Parts(), head
+        self.parts = parts or Parts()
+        self.head = head or self.published_head
         self.drafter: Any = drafter
         self.suspect: str | None = None  # this and `agreement`: see `Counters`
         self.agreement: list[float] = []
@@ -96,6 +97,11 @@ class AssistantModel(PreTrainedModel):
         if name in CHECKED:
             check_values({name: value}, CHECKED, error=TypeError)
         super().__setattr__(name, value)
+
+    @property
+    def published_head(self) -> AcceptanceHead | None:
+        """The confidence head that the draft was published with; `None` if it has none."""
+        return self.kind.head_of(self.parts.module)
 
     @property
     def stats(self) -> SpeculationStats:
@@ -212,7 +218,7 @@ class AssistantModel(PreTrainedModel):
         return warm_up(self.setup(), targets[0], max_length, options)
 
     def __repr__(self) -> str:
-        """Example: "SpecDecPPAssistant(text that was seen before, rule='throughput', default of org/model)"."""
+        """Example: "SpecDecPPAssistant(lookups in earlier text, rule='throughput', default of org/model)"."""
         in_memory = self.kind.rests_on == "draft" and self.config.draft_id is None
         draft = type(self.ready_drafter().model).__name__ if in_memory else describe(self.config)
         head = ", with a head" if self.head is not None else ""
@@ -257,7 +263,7 @@ class AssistantModel(PreTrainedModel):
         log = logger.warning if acceptance.is_wrong(self.agreement) else logger.info
         log(f"{name}: {acceptance.describe(self.agreement)}")
 
-    # What a generation asks for --------------------------------------------------------------------------------------
+    # Called during generations ---------------------------------------------------------------------------------------
 
     def ready_drafter(self) -> Any:
         """The drafter; `ValueError` if it is made from the target and the assistant is not attached yet."""
@@ -324,7 +330,7 @@ class AssistantModel(PreTrainedModel):
             generator.share_products(first)
         return generator
 
-    # What transformers asks of a model -------------------------------------------------------------------------------
+    # Called by transformers, as methods of a model -------------------------------------------------------------------
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         """Always raises `ValueError`: an assistant generates only with its target."""

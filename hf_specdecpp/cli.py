@@ -203,7 +203,8 @@ def drafts(
     """
     from hf_specdecpp.hub.published import published, table
 
-    found = list(table()) if model is None else published(model)
+    targets = dict.fromkeys(each.target for each in table()) if model is None else [model]
+    found = [each for target in targets for each in published(target)]
     if not found:
         _fail(
             f"No published draft of {model} is known here. Without one: assist(model). To train one: specdecpp train."
@@ -212,10 +213,10 @@ def drafts(
     for before, each in zip([None, *found], found, strict=False):
         if before is None or each.target != before.target:
             console.print(Text(each.target, "bold"), soft_wrap=True)
-        measured = f", {each.tokens_per_pass} tokens a pass ({each.measured_on})" if each.measured_on else ""
+        measured = f", {each.measured}" if each.measured else ""
         convert = "" if each.file == "safetensors" else "; a pickle, so first: specdecpp inspect DRAFT --convert FOLDER"
         console.print(f"  {each.draft}  {each.form}{measured}{convert}", soft_wrap=True)
-    console.print("Figures are their authors'. To use one: assist(model, DRAFT)", soft_wrap=True)
+    console.print("Figures are as published. To use a draft: assist(model, DRAFT)", soft_wrap=True)
 
 
 @contextmanager

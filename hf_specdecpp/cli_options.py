@@ -151,6 +151,7 @@ class TrainOptions:
         draft: Hub id or folder of a draft, `conditioned`, or `eagle3`; by default an early exit.
         layers: layers of the target that draft: 4, or 0,1,2,29.
         server: URL of an OpenAI-compatible server that generates the answers.
+        head_only: leave the draft as it is, and fit a head that other engines serve with it (`head.inputs: path`).
         stage: run only this stage; may be repeated.
         push_to_hub: Hub id of the repository to upload to.
     """
@@ -162,6 +163,7 @@ class TrainOptions:
     draft: str | None = None
     layers: int | list[int] | None = _parsed(None, parse_layers)
     server: str | None = None
+    head_only: bool = False
     stage: list[str] = field(default_factory=list)
     push_to_hub: str | None = field(default=None, metadata={"metavar": "REPO_ID"})
 

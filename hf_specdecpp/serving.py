@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model
 
@@ -35,7 +36,7 @@ class Destination:
     """Folders of an exported draft, and the target and draft length for its serving commands.
 
     The draft is written into `folder`, which is renamed to `output` after all checks. `num_tokens`: candidates per
-    round; `target`: Hub id or folder, or `None` if unknown.
+    round; `target`: Hub id or folder, or `None` if unknown; `head`: the acceptance head, for engines that take one.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class Destination:
     target: str | None
     revision: str | None
     num_tokens: int
+    head: AcceptanceHead | None = None
 
 
 @dataclass(frozen=True)

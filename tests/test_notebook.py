@@ -22,7 +22,7 @@ CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 # Accepts whatever was drafted.
-MUTANT = """from hf_specdecpp.generation import text as verification
+MUTANT = """from hf_specdecpp.generation import output_text as verification
 verification.verify_greedy = lambda tokens, scores: (len(tokens), int(scores[-1].argmax()))"""
 
 

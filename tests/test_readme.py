@@ -50,7 +50,7 @@ def test_the_first_block_runs_from_a_wheel_without_a_clone(tmp_path: Path) -> No
 def test_a_stranger_sees_how_much_an_edit_and_an_open_question_gain() -> None:
     first, _, rest = README.partition("## How much faster")
     assert re.search(r"pip install.*assist\(", first, flags=re.DOTALL)
-    assert len(re.findall(r"here: [\d.]+ times the speed of plain", first)) == 2
+    assert len(re.findall(r"faster: [\d.]+ times the speed of plain", first)) == 2
     assert rest
 
 

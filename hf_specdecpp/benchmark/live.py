@@ -50,14 +50,9 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     log = RunLog(config.output, settings)
     show_bars()  # again, after loading without bars
     LiveBenchmark(benchmark, log).run(benchmark.asked)
-    wanted = {
-        (*question.key, temperature, contestant.name)
-        for question in benchmark.asked
-        for temperature in benchmark.config.temperatures
-        for contestant in benchmark.contestants
-    }
-    named = ("set", "prompt", "temperature", "contestant")
-    rows = [row for row in comparable(log.rows) if tuple(row[name] for name in named) in wanted]
+    keys, names = {question.key for question in benchmark.asked}, {each.name for each in benchmark.contestants}
+    rows = [row for row in comparable(log.rows) if (row["set"], row["prompt"]) in keys and row["contestant"] in names]
+    rows = [row for row in rows if row["temperature"] in benchmark.config.temperatures]
     summary = summarise(rows, benchmark.contestants)
     where = environment(target.device)
     busy = busy_elsewhere(rows)

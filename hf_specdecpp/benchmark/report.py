@@ -156,13 +156,8 @@ def markdown(results: dict[str, Any]) -> str:
     for temperature in settings["temperatures"]:
         here = [row for row in summary if row["temperature"] == temperature]
         if rows := [row for row in here if not row["batch"]]:
-            sentence = verdict_of(overall(summary, temperature))
-            parts += [
-                f"## {mode(temperature)}, measured",
-                sentence,
-                *picture("speed-up", temperature),
-                _live_table(rows),
-            ]
+            text = verdict_of(overall(summary, temperature))
+            parts += [f"## {mode(temperature)}, measured", text, *picture("speed-up", temperature), _live_table(rows)]
         if rows := [row for row in here if row["batch"]]:
             parts += [f"## {mode(temperature)}, batches", _BATCHES, _live_table(rows)]
     return "\n\n".join([*parts, *_checks(results)]) + "\n"

@@ -204,8 +204,6 @@ def _kept(best: Contestant, assistant: SpecDecPPAssistant) -> str:
         return "assist(model, 'lookup')"
     chosen = asdict(replace(best.speculation, cpu_products=assistant.speculation.cpu_products))
     usual = asdict(SpeculationConfig())
-    arguments = ", ".join(
-        f"{name}={value!r}" for name, value in chosen.items() if value != usual[name] or name == "rule"
-    )
+    given = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value != usual[name] or name == "rule")
     without_head = "; assistant.head = None" if assistant.head is not None and not best.with_head else ""
-    return f"assistant.speculation = SpeculationConfig({arguments}){without_head}"
+    return f"assistant.speculation = SpeculationConfig({given}){without_head}"

@@ -1,1 +1,1 @@
-"""Key-value caches and masks: what rounds leave in them, take out of them and hide in them."""
+"""Key-value caches and attention masks: commit, roll back, tokens that a mask hides."""

@@ -207,12 +207,7 @@ def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor
 
 
 def tree_mask(
-    model: CausalLM,
-    cache: Cache,
-    ancestors: Tensor,
-    depths: Tensor,
-    num_prefix: int,
-    prefix_mask: Tensor | None = None,
+    model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor, num_prefix: int, prefix_mask: Tensor | None = None
 ) -> Any:
     """The mask of `tree_inputs`, for a prefix whose rows are not its positions, because of masked tokens or images.
     `prefix_mask`: bool `[num_prefix]`, false for padding, which no query sees; `None` if there is none."""

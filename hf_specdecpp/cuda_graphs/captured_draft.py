@@ -64,11 +64,11 @@ class RoundRules:
     @property
     def head_of_slots(self) -> AcceptanceHead | None:
         """The head that values slots of trees; `None` if q does."""
-        return self.estimator if isinstance(self.estimator, AcceptanceHead) and not lag_of(self.estimator) else None
+        return self.estimator if isinstance(self.estimator, AcceptanceHead) and lag_of(self.estimator) < 1 else None
 
     def num_judged(self, count: int) -> int:
         """Number of estimates of a chain of `count` candidates; with `inputs="after"` the last has none."""
-        return 0 if self.estimator is None else max(count - lag_of(self.estimator), 0)
+        return 0 if self.estimator is None else max(count - max(lag_of(self.estimator), 0), 0)
 
     @cached_property  # needed in every round, and computing it reads numbers from the device
     def key(self) -> Hashable:
@@ -122,6 +122,7 @@ class CapturedDraft:
         shift: `[bins]`, the numbers that calibration adds to log-odds.
         alive: `[texts]` int64, 0 for sequences that have ended.
         pending: the largest `last + 1`, on the host; the window is full at `width`.
+        most_rows: the most rows of the cache that a round writes.
         caches: the draft's caches.
         source: the sequence that the steps read: the draft's, or the target's if the draft shares its cache.
     """
@@ -130,6 +131,7 @@ class CapturedDraft:
         self.steps, self.device = steps, steps.device
         self.nodes = max(each.nodes for each in shapes)
         self.width = max(each.levels for each in shapes) + 1 + steps.again + spare
+        self.most_rows = self.width + max(self.nodes, steps.behind)
         zeros, size = partial(torch.zeros, dtype=torch.long, device=self.device), self.nodes + 1
         with lasting():
             self.tokens, self.last, self.count = zeros((texts, self.width)), zeros(texts), zeros(texts)
@@ -165,7 +167,7 @@ class CapturedDraft:
         self.context = FixedContext(self.caches, self._positions)
         self.source = of_target if self.steps.shares_cache else self.context
         self.alive.fill_(1)
-        cache, end = self.context.with_capacity(count + self.width + self.nodes), max(count - 1 - again, 0)
+        cache, end = self.context.with_capacity(count + self.most_rows), max(count - 1 - again, 0)
         if cache.prompt is not None:
             cache.prompt.shown.copy_(torch.arange(cache.capacity, device=self.device) >= padding[:, None])
             cache.prompt.offset.copy_(-padding[:, None])
@@ -202,7 +204,7 @@ class CapturedDraft:
             self._shift = shift
             self.shift.copy_(torch.zeros(len(self.shift)) if shift is None else torch.tensor(shift))
 
-    # What is captured ------------------------------------------------------------------------------------------------
+    # The captured functions ------------------------------------------------------------------------------------------
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         """Draw all levels, and find where the rule stops. `text`: `[texts, n]`, the prefixes for processors."""
@@ -210,22 +212,23 @@ class CapturedDraft:
         before, span = cache.length.clone(), torch.arange(nodes, device=self.device)
         steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), span // width)
         logits, hidden = next(steps)
-        numbers, values = torch.zeros_like(self.last)[:, None], torch.ones_like(self.estimates[:, :1])
+        # Of the level above: the nodes' numbers and values.
+        above, values = torch.zeros_like(self.last)[:, None], torch.ones_like(self.estimates[:, :1])
         seen, levels = self.ancestors.new_zeros((len(self.last), 1, nodes)), []
-        for place in range(taken := max(shape.levels, self.steps.least)):
+        for place in range(num_steps := max(shape.levels, self.steps.least)):
             known = None if text is None else with_paths(text, self.candidates[:, :nodes], seen)
             scores = rules.draft_processing.of_nodes(logits, known)
             drawn = self._draw(DraftStep(place, scores, hidden, self.steps.embed, rules.greedy), values, rules, width)
             own = slice(place * width, (place + 1) * width)
             if place < shape.levels:
                 levels.append(drawn)
-                self.candidates[:, own], self.parents[:, own] = drawn.tokens, numbers.gather(1, drawn.parents)
+                self.candidates[:, own], self.parents[:, own] = drawn.tokens, above.gather(1, drawn.parents)
                 if self.q is not None and drawn.q is not None:
                     self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q
                 seen = seen.gather(1, drawn.parents[..., None].expand(-1, -1, nodes)) | (span == span[own, None])
                 self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
-            numbers, values = (1 + span[own]).expand(len(self.last), -1), drawn.values
-            if place + 1 < taken:
+            above, values = (1 + span[own]).expand(len(self.last), -1), drawn.values
+            if place + 1 < num_steps:
                 logits, hidden = steps.send(DrawnLevel(drawn.tokens, drawn.parents, seen))
         self.ancestors[:, 0, 1:] = False
         cache.length.copy_(before)
@@ -257,7 +260,8 @@ class CapturedDraft:
         return Drawn(tokens, chosen // width, values, None if times is None else q, judged)
 
     def _count(self, shape: RoundShape, levels: list[Drawn], rules: RoundRules) -> Tensor:
-        """`[texts]`, number of submitted candidates, including the one at which the rule stops."""
+        """`[texts]`, number of submitted candidates, including the one at which the rule stops, unless its estimate was
+        known before the draw."""
         known = [each.judged for each in levels if each.judged is not None]
         if known:
             together = torch.cat(known, dim=1)
@@ -268,8 +272,8 @@ class CapturedDraft:
         if rules.threshold is None:
             return drawn
         survival = self._calibrated(self.estimates[:, : len(known)]).cumprod(-1)
-        if len(known) < shape.levels:  # estimates are one candidate late: none after the first candidate
-            survival = functional.pad(survival, (1, 0), value=1.0)
+        lag = 0 if rules.estimator is None else lag_of(rules.estimator)  # estimates may be one candidate late or early
+        survival = functional.pad(survival, (lag, shape.levels - len(known) - lag), value=1.0)
         places = torch.arange(1, shape.levels + 1, device=self.device)
         return count_until((1.0 - survival > rules.threshold) & (places >= rules.min_tokens)).minimum(drawn)
 

@@ -133,7 +133,7 @@ class CapturedRounds:
         return min(taken)
 
     def _grow_caches(self, shape: RoundShape, rules: RoundRules) -> None:
-        most = self._num_cached + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
+        most = self._num_cached + max(shape.nodes + 1, self._ahead + self.draft.most_rows)
         capacity = self.passes.context.with_capacity(most).capacity
         self.draft.context.with_capacity(capacity)  # equal sizes: otherwise each pair of sizes needs graphs
         if rules.asks_for_text and self._text is not self._texts.get(capacity):
@@ -146,24 +146,24 @@ class CapturedRounds:
             self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
 
     def _launch_draft(self, shape: RoundShape, rules: RoundRules) -> None:
-        self._place = *self.passes.context.place, shape, rules.key
+        self._key = *self.passes.context.key, shape, rules.key
         text = self._text if rules.asks_for_text else None
         if shape.levels:
-            self._run(("draft", *self._place), lambda: self.draft.propose(shape, rules, text))
+            self._run(("draft", *self._key), lambda: self.draft.propose(shape, rules, text))
 
     def _launch_target(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
-        place, text = self._place, self._text if rules.asks_for_text else None
+        key, text = self._key, self._text if rules.asks_for_text else None
         if process is None:
-            self._run(("verify", *place), lambda: self._settle(self._pass(shape), shape, rules, text))
+            self._run(("verify", *key), lambda: self._settle(self._pass(shape), shape, rules, text))
             return
         found = self._outputs.setdefault(shape, [])
-        self._run(("pass", *place), lambda: write_lasting(found, self._pass(shape)))
+        self._run(("pass", *key), lambda: write_lasting(found, self._pass(shape)))
         rows = self._read_report()
         for each in self._active:
             tree = self._tree(rows[each], shape)
             scores = found[0][each, : len(tree) + 1]
             scores.copy_(process(each, tree, scores))
-        self._run(("settle", *place), lambda: self._settle(found, shape, rules, text))
+        self._run(("settle", *key), lambda: self._settle(found, shape, rules, text))
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph; without one, after a sequence's first round, directly."""
@@ -176,7 +176,7 @@ class CapturedRounds:
         if self.passes.device.type == "cuda":
             torch.cuda.current_stream(self.passes.device).synchronize()
 
-    # What is captured ------------------------------------------------------------------------------------------------
+    # The captured functions ------------------------------------------------------------------------------------------
 
     def _pass(self, shape: RoundShape) -> list[Tensor]:
         """The target's pass: logits `[texts, nodes + 1, vocab]`, then the watched states. Also fills the report."""

@@ -151,7 +151,7 @@ class CapturedTarget:
             write_lasting(slot.outputs, self.forward(cache, slot.tokens, slot.ancestors, slot.depths))
 
         # After a successful comparison, a pass that cannot be captured runs directly.
-        self.graphs.run(("read", *self.context.place, *key), run, falls_back=bool(self.checked))
+        self.graphs.run(("read", *self.context.key, *key), run, falls_back=bool(self.checked))
         logits, *states = (each[:, :count] for each in slot.outputs)
         return SimpleNamespace(logits=logits, states=states)
 
@@ -179,7 +179,7 @@ class CapturedTarget:
         if width not in self._paths:
             with lasting():
                 self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
-        rows, key = self._paths[width], ("path", *self.context.place, width)
+        rows, key = self._paths[width], ("path", *self.context.key, width)
 
         def run() -> None:
             cache.move(rows[None])

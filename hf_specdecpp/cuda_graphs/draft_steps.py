@@ -47,9 +47,10 @@ class RoundSteps(ABC):
         least, most: fewest steps of a round, with which all caches contain the window, and most steps.
         draws_trees: whether levels may have several nodes.
         shares_cache: whether the draft reads the target's KV cache and has none itself.
+        behind: rows of a block that a pass writes behind the window.
     """
 
-    again, least, most = 0, 1, float("inf")
+    again, behind, least, most = 0, 0, 1, float("inf")
     draws_trees, shares_cache = True, False
     num_layers: int
     dtype: torch.dtype

@@ -28,7 +28,7 @@ class FixedLayer(CacheLayerMixin):
     Args:
         length: `[texts]` int64, tokens in the cache; shared by all layers.
         rows: a list whose only item is `[texts, n]`, the rows that the current pass writes; shared by all layers.
-        capacity (tokens): the capacity.
+        capacity (tokens): number of rows.
     """
 
     keys: Tensor
@@ -74,7 +74,7 @@ class FixedCache(Cache):
 
     Args:
         num_layers: number of the model's layers.
-        capacity (tokens): capacity for each sequence, including tokens that are not committed.
+        capacity (tokens): number of rows for each sequence, including tokens that are not committed.
         device: the model's device.
         positions: shape `[..., texts, 1]` of the position ids of a token, if prompts may be padded or have special
             position ids; by default one sequence without these.
@@ -219,12 +219,12 @@ class FixedContext:
         self.caches, self.positions, self.num_tokens = caches, positions, 0
 
     @property
-    def place(self) -> tuple[int, torch.Size | None]:
+    def key(self) -> tuple[int, torch.Size | None]:
         """Identifies the current cache in keys of graphs."""
         return self.cache.capacity, self.positions
 
     def with_capacity(self, num_tokens: int) -> FixedCache:
-        """The cache, copied to a larger one if it has no room for `num_tokens` tokens."""
+        """The cache, first copied to a larger one if its capacity is below `num_tokens`."""
         if (smaller := self.cache) is None or smaller.capacity < num_tokens:
             larger = self.caches.empty(num_tokens, self.positions)
             if smaller is not None:

@@ -28,6 +28,11 @@ Module = TypeVar("Module", bound=nn.Module)
 SPECULATORS = "speculators_model_type"  # this field identifies configs of the package speculators
 DEFAULT_THETA = 10000.0  # the default of the original EAGLE code, independent of the target
 INSTEAD = "Load an EAGLE-3 or DFlash draft of this target, or train one of this package (specdecpp train)"
+RELATIVES = {  # kinds that are refused, by a part of a name in lower case
+    "dflash2": "DFlash2 draft (DFlash with convolutions, where a candidate is chosen by the token before)",
+    "domino": "Domino draft (DFlash with a recurrent network over the drafted tokens)",
+    "peagle": "P-EAGLE draft (EAGLE-3 that proposes several tokens with one pass over trained mask states)",
+}
 
 
 # Configs. -------------------------------------------------------------------------------------------------------------
@@ -48,7 +53,12 @@ def target_of(raw: Mapping[str, Any]) -> str | None:
 
 
 def refuse_other_types(raw: Mapping[str, Any], own: str) -> None:
-    """Raise `ValueError` for a speculators config of another type than `own`."""
+    """Raise `ValueError` for a speculators config of another type than `own`, and for relatives of the known kinds."""
+    named = f"{raw.get(SPECULATORS)} {raw.get('architectures')} {mapping(raw, 'dflash_config').get('projector_type')}"
+    if own == "eagle3" and {"ptd_token_id", "pard_token"} & set(raw):  # of mask tokens
+        named += "peagle"
+    if found := [what for name, what in RELATIVES.items() if name in named.lower()]:
+        raise ValueError(f"This repository holds a {found[0]}, which hf_specdecpp cannot draft with. {INSTEAD}.")
     if (found := raw.get(SPECULATORS, own)) != own:
         raise ValueError(
             f"This repository holds a draft of speculators of type {shown(found)}, which hf_specdecpp cannot draft "

@@ -17,6 +17,7 @@ from hf_specdecpp import files
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import check_numbers
 from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, Weights
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
 from hf_specdecpp.models.loading import outside
@@ -77,6 +78,7 @@ class DraftKind(ABC):
         first_layers: default for training: the number of the target's first layers that draft; `None` for its last
             layer.
         own_layers: whether the draft consists of new layers that are all trained, without an adapter.
+        serves_heads: whether `export` writes an assistant's head with `inputs="path"` beside a published draft.
         cannot: options that a training run does not support, with reasons: `"be trained"` (published weights stay as
             they are), `"stay untrained"`, `"late verdicts"` (a head that estimates the acceptance of a candidate after
             the draft has read it), `"draft vocabulary"`.
@@ -91,6 +93,7 @@ class DraftKind(ABC):
     untrainable: ClassVar[str] = ""
     first_layers: ClassVar[int | None] = None
     own_layers: ClassVar[bool] = False
+    serves_heads: ClassVar[bool] = False
     cannot: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
@@ -130,6 +133,10 @@ class DraftKind(ABC):
         module is sharded over processes. Kinds that convert use `dtype`."""
         return dict(state or module.state_dict())
 
+    def head_of(self, module: Any) -> AcceptanceHead | None:
+        """Return the confidence head that a draft was published with; `None` if it has none."""
+        return None
+
     def override(self, config: SpecDecPPConfig, values: Any) -> None:
         """Apply `from_pretrained(eagle3=...)`: settings that override a draft's own config. `ValueError` for kinds
         other than published EAGLE-3 drafts."""
@@ -137,6 +144,9 @@ class DraftKind(ABC):
             f"eagle3={values} says how an EAGLE-3 draft that others trained is to be read, and this assistant drafts "
             f"with {self.describe(config)}. Leave it out."
         )
+
+    def refuse_published(self, draft: CausalLM) -> None:  # noqa: B027 - a kind may have such models
+        """Raise `ValueError` if a draft model is used as published: nothing is trained for it or exported here."""
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the draft to a folder in a format that other engines serve; `ValueError` if that is impossible."""
@@ -256,14 +266,14 @@ class PublishedKind(DraftKind):
         return self.read(draft.config.to_dict(), draft.state_dict(), type(draft).__name__)
 
 
-def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
+def raw_config(name: Any, revision: str | None = None, hub_kwargs: dict[str, Any] | None = None) -> Config | None:
     """Return the config of a folder, Hub id or model object; `None` if there is none or it cannot be read. The error
     is left to the code that loads the draft."""
     if not isinstance(name, str | Path):
         config = getattr(name, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None
     try:
-        return files.read_fields(Repository(str(name)).file("config.json"))
+        return files.read_fields(Repository(str(name), revision, None, hub_kwargs or {}).file("config.json"))
     except (OSError, ValueError):
         return None
 

@@ -1,5 +1,5 @@
-"""The kinds without modules of their own: a smaller model with the target's tokenizer (`Independent`), some of the
-target's layers (`EarlyExit`), and no draft model (`Lookup`): all candidates are copied from earlier text."""
+"""The kinds without modules of their own: a smaller model with the target's tokenizer (`Independent`, PARD included),
+some of the target's layers (`EarlyExit`), and no draft model (`Lookup`): candidates are copied from earlier text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts, pinned
+from hf_specdecpp.draft_kinds import pard
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts, pinned, raw_config
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.adapters import add_adapter
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit, per_layer
 from hf_specdecpp.models.loading import check_hash, check_named_draft, load_draft, load_model
 from hf_specdecpp.serving import Destination, Exported, write_plain_model
@@ -34,13 +36,23 @@ class Independent(DraftKind):
         chosen, revision = (config.draft_id, config.draft_revision) if how.draft is None else (how.draft, None)
         if how.target is not None and isinstance(chosen, str | Path):
             check_named_draft(chosen, revision, how.target, parts.draft_vocab is not None, how.hub_kwargs)
+        mask_token = pard.mask_token_of(raw_config(chosen, revision, how.hub_kwargs) or {})  # before weights are read
         model = load_draft(chosen, revision, how.target, how.dtype, how.device, how.hub_kwargs)
         if parts.adapter is not None:
             model = add_adapter(model, parts.adapter, merge=isinstance(chosen, str | Path))
-        return Drafter(model, parts.draft_vocab)
+        vocab = parts.draft_vocab
+        return Drafter(model, vocab) if mask_token is None else pard.ParallelDrafter(model, vocab, mask_token)
+
+    def refuse_published(self, draft: CausalLM) -> None:
+        if pard.mask_token_of(draft.config.to_dict()) is not None:
+            raise ValueError(
+                f"{draft.config.name_or_path!r} is a PARD draft, for which nothing is trained or exported here. vLLM "
+                "serves it from its own repository (method draft_model, parallel_drafting)."
+            )
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         model = self.make(config, parts, Loading()).model
+        self.refuse_published(model)
         return write_plain_model(model, str(config.draft_id), config.draft_revision, config, to)
 
 
@@ -94,7 +106,7 @@ class Lookup(DraftKind):
     untrainable = "there is nothing to train where all candidates are looked up"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        return "text that was seen before"
+        return "lookups in earlier text"
 
     def make(self, *_: Any) -> Draft:
         return NoDraft()

@@ -1,4 +1,4 @@
-"""Draft a chain (SpecDec++, section 3): draw a candidate, submit it, ask a stopping rule whether to continue.
+"""Draft a chain (SpecDec++, section 3): draw a candidate, submit it, and continue until a stopping rule ends the chain.
 
 The output is exact: a rule may use everything known to the draft, including the last candidate, because every drawn
 candidate is submitted. No rule can drop a candidate. (`docs/specdecpp.md`)
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import DraftingSession
-from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftStep, Estimator
+from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftStep, Estimator, lag_of
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import NothingToDrawError, Randomness, widest
@@ -89,6 +89,8 @@ def drafting(
     while len(drawn) < limit:
         if (yield drawn) is False or (draft := step(drawn)) is None:
             break
+        if rule.asks_first and _read_token(rule, draft)[1] and len(drawn) >= rule.min_tokens:
+            break  # nothing is dropped: the next candidate is not drawn
         try:
             draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)
         except NothingToDrawError:  # q is nan; on a device verification finds that
@@ -99,7 +101,8 @@ def drafting(
         scores.append(draft.scores)
         if rule.looks_at_nothing and draft.token.device.type != "cpu":  # a read would wait for the device
             continue
-        token, stops = (int(draft.token), False) if rule.looks_at_nothing else _read_token(rule, draft)
+        is_settled = rule.looks_at_nothing or rule.asks_first
+        token, stops = (int(draft.token), False) if is_settled else _read_token(rule, draft)
         tokens.append(token)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
@@ -166,7 +169,7 @@ class ChainDrafting:
 
     def survival(self, chain: DraftTree) -> float | None:
         """Estimated probability that all candidates are accepted; `None` if unknown, or if nothing may follow."""
-        return None if self.eos_token_ids.intersection(chain.candidates) else self.rule.survival
+        return None if self.eos_token_ids.intersection(chain.candidates) else self.rule.survival(len(chain))
 
 
 def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[Chain]:
@@ -187,8 +190,10 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
 
 
 def _read_token(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
-    """The drawn token, and whether the rule stops there. Both are read with one wait for the device."""
-    token, signal = draft.token, rule.signal(draft)
+    """The drawn token (-1 before the draw), and whether the rule stops there. Both are read with one wait for the
+    device."""
+    signal = rule.signal(draft)
+    token = torch.tensor(-1) if draft.token is None else draft.token
     if signal is None:
         return int(token), rule.stops(None)
     if token.device.type == "cpu":
@@ -210,15 +215,16 @@ class StoppingRule:
 
     Attributes:
         looks_at_nothing: whether `signal` is always `None` and `stops` always `False`.
-        survival: probability that all candidates so far are accepted; `None` if unknown, or if nothing may follow them.
+        asks_first: whether the rule is asked before each draw, with an estimate that is known then.
         worth: value of a further candidate in a row of a batch, as a multiple of its cost (`should_continue`).
     """
 
     min_tokens = 1
-    looks_at_nothing = False
+    looks_at_nothing = asks_first = False
 
-    @property
-    def survival(self) -> float | None:
+    def survival(self, count: int) -> float | None:
+        """Probability that the round's first `count` candidates are accepted; `None` if unknown, or if nothing may
+        follow them."""
         return None
 
     @property
@@ -240,7 +246,7 @@ class StoppingRule:
         return None
 
     def stops(self, signal: float | None) -> bool:
-        """Whether the round ends after the candidate that `signal` was computed for."""
+        """Whether the round ends after the candidate that `signal` was computed for, or with `asks_first` before it."""
         return False
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
@@ -280,6 +286,7 @@ class Threshold(StoppingRule):
     ) -> None:
         super().__init__(config.max_tokens)
         self.min_tokens, self.h, self.estimator, self.rates = min_tokens, config.threshold, estimator, rates
+        self.asks_first = lag_of(estimator) < 0
         self.begin_round()
 
     def begin_round(self) -> None:

@@ -58,12 +58,31 @@ def in_rounds(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int = 
 def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
     """States `[batch, n, hidden_size]` that give q after each token, if whole blocks are accepted.
 
-    Example: 3 places, sequence a b c d e f. What follows b, c and d are candidates 1, 2 and 3 of the block after b,
-    what follows e and f are candidates 1 and 2 of that after e. The row of a is zero, because no state precedes a.
+    Example: 3 places, sequence a b c d e f. The rows of b, c and d are those of candidates 1, 2 and 3 in the block
+    after b, the rows of e and f those of candidates 1 and 2 in the block after e. The row of a is zero.
     """
-    anchors = torch.arange(1, input_ids.shape[1], int(draft.places), device=input_ids.device)
-    blocks = draft.blocks_after(input_ids, states, anchors.expand(len(input_ids), -1))
-    return functional.pad(blocks.flatten(1, 2)[:, : input_ids.shape[1] - 1], (0, 0, 1, 0))
+    (batch, length), places = input_ids.shape, int(draft.places)
+    anchors = torch.arange(1, length, places, device=input_ids.device)
+    blocks = draft.blocks_after(input_ids, states, anchors.expand(batch, -1))
+    tokens = functional.pad(input_ids[:, 1:], (0, len(anchors) * places - length + 1)).unflatten(1, (-1, places))
+    along, memory = [], blocks.new_zeros((batch, len(anchors), draft.memory_size))
+    for rows, previous in zip(blocks.unbind(2), tokens.unbind(2), strict=True):
+        state, memory = draft.along(rows, previous, memory)
+        along.append(state)
+    return functional.pad(torch.stack(along, 2).flatten(1, 2)[:, : length - 1], (0, 0, 1, 0))
+
+
+def reached(draft: Any, kept: Tensor, first: int) -> Tensor:
+    """`[n]`, the probability that a block of `in_blocks` reaches each token, so that its tokens before are drawn and
+    accepted, given that of single tokens (`kept` `[n]`). `first`: index of the token before the first of them.
+
+    Example: 3 places, the tokens c d e f of the sequence a b c d e f are kept with 0.5, 0.4, 0.9 and 0.8. They are
+    reached with 1, 0.5, 0.2 and 1, because the first block has the candidates c d e; without blocks with 1.
+    """
+    places = 1 if draft.blocks_after is None else int(draft.places)  # else each token is the first of a round
+    begin, end = (first - 1) % places, -(first - 1 + len(kept)) % places
+    blocks = functional.pad(kept, (begin, end), value=1.0).view(-1, places)
+    return functional.pad(blocks[:, :-1].cumprod(1), (1, 0), value=1.0).flatten()[begin : begin + len(kept)]
 
 
 def _mask(model: CausalLM, length: int, step: int, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_specdecpp.estimation.estimators import (
+    LAGS,
     MODES,
     NUM_SCALARS,
     NUM_SIBLINGS,
@@ -76,21 +77,29 @@ class AcceptanceHead(nn.Module):
     state that produced q, through a projection to `rank` and `num_blocks` residual blocks. Both additions are
     initialised to zero, so an untrained head predicts q(y).
 
+    `inputs="path"` is known before the candidate is drawn, and is the same for all tokens: one linear layer on the
+    hidden state that produced q, initialised to zero. It predicts the share of q that the target accepts. The states
+    of a DSpark draft include the Markov embedding of the previous candidate, so this is DSpark's confidence head.
+
     Parameters stay in float32 when the model is cast; `.to()` changes only their device.
 
     Args:
         hidden_size: size of the draft's hidden states.
-        num_blocks: number of residual blocks, from 0 to 64; 3 in the paper.
+        num_blocks: number of residual blocks, from 0 to 64; 3 in the paper, always 0 for `"path"`.
         tied: whether the blocks share one weight matrix, as in the released SpecDec++ code.
-        inputs: `"after"` or `"before"`: whether the draft has read the candidate.
+        inputs: `"after"`, `"before"` or `"path"`: the draft has read the candidate, it has drawn it, or neither.
         embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
         rank: width of the correction (`"before"`).
         siblings: number of siblings per node in the training data (`"before"`), `None` if unknown. In wider trees the
             sibling scalars of further siblings are capped there, because the network does not extrapolate.
         calibration: keyword arguments of `Calibration`, for `"sampled"` and for `"greedy"` targets.
+
+    Attributes:
+        is_published: whether this is the confidence head of a published draft, which stays in the draft's repository.
     """
 
     most: Tensor
+    is_published = False
 
     def __init__(
         self,
@@ -104,8 +113,8 @@ class AcceptanceHead(nn.Module):
         calibration: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if inputs not in ("after", "before"):
-            raise ValueError(f"inputs={inputs!r} must be 'after' or 'before': when the head sees a candidate.")
+        if inputs not in LAGS:
+            raise ValueError(f"inputs={inputs!r} must be one of {', '.join(LAGS)}: when the head sees a candidate.")
         if siblings is not None and not 1 <= siblings <= MOST_POSITIONS:
             raise ValueError(f"siblings={siblings} must be from 1 to {MOST_POSITIONS}: a head is fitted on candidates.")
         if hidden_size < 1 or rank < 1 or not 0 <= num_blocks <= MOST_BLOCKS:
@@ -113,6 +122,7 @@ class AcceptanceHead(nn.Module):
                 f"hidden_size={hidden_size} and rank={rank} must be at least 1, num_blocks={num_blocks} from 0 to "
                 f"{MOST_BLOCKS}."
             )
+        num_blocks = 0 if inputs == "path" else num_blocks
         self.hidden_size, self.num_blocks, self.tied, self.inputs = hidden_size, num_blocks, tied, inputs
         self.embedding_size = embedding_size or hidden_size
         self.rank, self.siblings = rank, siblings
@@ -120,10 +130,11 @@ class AcceptanceHead(nn.Module):
         if unknown := sorted(set(self.calibration) - set(MODES)):
             raise ValueError(f"calibration has {unknown}; it knows {' and '.join(MODES)} targets.")
 
-        width = hidden_size if inputs == "after" else rank
+        width = rank if inputs == "before" else hidden_size
         distinct = min(num_blocks, 1) if tied else num_blocks
         self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(distinct))
         self.output = nn.Linear(width, 2 if inputs == "after" else 1)
+        starts_at_zero = [] if inputs == "after" else [self.output]
         if inputs == "before":
             self.from_hidden = nn.Linear(hidden_size, rank)
             self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
@@ -133,9 +144,10 @@ class AcceptanceHead(nn.Module):
             if siblings is not None:
                 most[SIBLING_MASS], most[NUM_SIBLINGS] = float(siblings > 1), siblings - 1
             self.register_buffer("most", most, persistent=False)
-            for layer in (self.output, from_scalars):
-                nn.init.zeros_(layer.weight)
-                nn.init.zeros_(layer.bias)
+            starts_at_zero.append(from_scalars)
+        for layer in starts_at_zero:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
 
     def to_config(self) -> dict[str, Any]:
         """The constructor's arguments, for `config.json`."""
@@ -147,8 +159,7 @@ class AcceptanceHead(nn.Module):
         """Uncalibrated log-odds of acceptance; inputs may be on another device than the head.
 
         Args:
-            hidden: `[..., hidden_size]`, the draft's state at the candidate (`"after"`), or that produced q
-                (`"before"`).
+            hidden: `[..., hidden_size or more]`, the draft's state at the candidate (`"after"`), or that produced q.
             embedding: `[..., embedding_size]` of the candidate (`"before"`).
             scalars: `[..., 6]` from `scalar_features` (`"before"`).
 
@@ -156,9 +167,10 @@ class AcceptanceHead(nn.Module):
             `[...]` float32, on the head's device.
         """
         own = self.output.weight  # its device and float32
-        if self.inputs == "after":
-            reject, accept = self._blocks(hidden.to(own)).unbind(-1)
-            return accept - reject
+        hidden = hidden[..., : self.hidden_size]
+        if self.inputs != "before":
+            *reject, accept = self._blocks(hidden.to(own)).unbind(-1)
+            return accept - reject[0] if reject else accept
         if embedding is None or scalars is None:
             raise ValueError("A head with inputs='before' needs the candidate's embedding and scalar_features too.")
         mixed, scalars = self.from_hidden(hidden.to(own)) + self.from_embedding(embedding.to(own)), scalars.to(own)
@@ -171,19 +183,17 @@ class AcceptanceHead(nn.Module):
         return self.output(x)
 
     def estimate(self, step: DraftStep) -> Tensor | None:
-        """Calibrated acceptance probability of the candidate (`"before"`) or of the previous one (`"after"`)."""
-        if self.inputs == "before":
-            position = step.index
-            log_odds = self.forward(step.hidden, step.embed(step.token), step.scalars)
-        elif step.index == 0:
+        """Calibrated acceptance probability of the previous candidate (`"after"`), or of this one, which is drawn
+        already (`"before"`) or not yet (`"path"`)."""
+        position = step.index - (self.inputs == "after")
+        if position < 0:
             return None  # the draft has not read a candidate yet
-        else:
-            position = step.index - 1
-            log_odds = self.forward(step.hidden)
-        return self.probability(log_odds, position, step.greedy)
+        drawn = (step.embed(step.token), step.scalars) if self.inputs == "before" else ()
+        return self.probability(self.forward(step.hidden, *drawn), position, step.greedy)
 
     def estimate_siblings(self, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
-        """Acceptance probabilities `[..., c]` of siblings, each given that all earlier siblings are rejected.
+        """Acceptance probabilities `[..., c]` of siblings, each given that all earlier siblings are rejected. A head
+        with `inputs="path"` knows the first sibling's; its others are the tokens' probabilities in `left`.
 
         Args:
             step: the draft step of the parents `[...]`.
@@ -191,6 +201,10 @@ class AcceptanceHead(nn.Module):
             left: `[..., c, vocab]`, the distribution of each sibling: q without the earlier siblings.
             mass: `[..., c]`, total q of the earlier siblings.
         """
+        if self.inputs == "path":
+            others = left.gather(-1, tokens[..., None])[..., 1:, 0]
+            first = self.estimate(step)[..., None]  # type: ignore[index]
+            return torch.cat((first.to(others), others), dim=-1)
         numbers = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
         scalars = scalar_features(left, tokens, step.greedy, mass, numbers)
         log_odds = self.forward(step.hidden[..., None, :], step.embed(tokens), scalars)

@@ -2,7 +2,8 @@
 
 An estimator is called once for each drafted candidate, with the `DraftStep` that drew the candidate, and returns a
 probability: with `inputs="before"` for this candidate, which the draft has not read; with `inputs="after"` for the
-previous candidate, whose hidden state the step computed (SpecDec++). `DraftProbability` returns q, `acceptance_head`
+previous candidate, whose hidden state the step computed (SpecDec++). With `inputs="path"` (DSpark) an estimator is
+called before the candidate is drawn, and decides whether it is. `DraftProbability` returns q, `acceptance_head`
 contains a trained network. See `docs/specdecpp.md`, and `docs/dyspec.md` for trees.
 
 Each verification shows whether a few estimates were right, so estimates are calibrated during generation
@@ -122,9 +123,12 @@ class DraftProbability:
         return step.q_of_token
 
 
+LAGS = {"path": -1, "before": 0, "after": 1}
+
+
 def lag_of(estimator: Estimator) -> int:
-    """By how many candidates estimates are late: 1 with `inputs="after"`, else 0."""
-    return int(estimator.inputs == "after")
+    """By how many candidates estimates are late: 1 with `inputs="after"`; -1 with `"path"`, known before the draw."""
+    return LAGS[estimator.inputs]
 
 
 # Calibration: how often candidates with an estimate are accepted, and which estimates follow each other. -------------
@@ -253,7 +257,8 @@ class AcceptanceRates:
         return np.array(tokens)
 
     def fit(self) -> None:
-        """Compute probabilities from counts; bins with small counts are shrunk towards the average of all bins."""
+        """Compute `acceptance` and `following` from counts. Small counts are shrunk: a bin's acceptance towards a line
+        fitted to all bins, a row of `following` towards the frequencies in all rows."""
         judged = self.transitions.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
         # First all bins together, so that a useless draft is recognised after a few candidates in any bins.

@@ -50,10 +50,10 @@ class Ledger:
 
 
 SUMMARIES = {
-    "gain": "Speculation pays here",
-    "loss": "Speculation does not pay here",
-    "none": "Speculation neither pays nor costs here",
-    "unclear": "Whether speculation pays here is too close to tell",
+    "gain": "Speculation makes this faster",
+    "loss": "Speculation makes this slower",
+    "none": "Speculation hardly changes the speed",
+    "unclear": "The measured speeds vary too much to tell whether speculation makes this faster",
 }
 
 
@@ -80,8 +80,9 @@ def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclea
 def verdict(plain: Speed, same: Speed, passes: Speed | None, of: str = "") -> str:
     """One or two sentences on speeds as in `effect`, for statistics, reports and cards.
 
-    Example: "Speculation pays here: fixed 3 runs at 2.10 times the speed of plain generate() and at 1.30 times that
-    with the same passes. These passes alone take plain generate() to 1.60, so most of the speed comes from them."
+    Example: "Speculation makes this faster: fixed 3 runs at 2.10 times the speed of plain generate() and at 1.30 times
+    its speed with the same matrix multiplications. These multiplications (cpu_products) alone bring plain generate() to
+    1.60 times its speed, so most of the gain comes from them."
 
     Args:
         passes: how much the faster matrix multiplications alone speed up plain generation; `None` if none are used.
@@ -90,9 +91,10 @@ def verdict(plain: Speed, same: Speed, passes: Speed | None, of: str = "") -> st
     text = f"{SUMMARIES[effect(plain, same)]}: {of}{plain} times the speed of plain generate()"
     if passes is None:
         return f"{text}."
-    text += f" and {'at ' if of else ''}{same} times that with the same passes."
+    text += f" and {'at ' if of else ''}{same} times its speed with the same matrix multiplications."
     if LOSES < passes.value < PAYS:
         return text
-    most = ", so most of the speed comes from them" if passes.low > 1.0 and passes.value**2 > plain.value else ""
-    slower = ": turn them off (cpu_products)" if passes.high < 1.0 else ""
-    return f"{text} These passes alone take plain generate() to {passes.value:.2f}{most}{slower}."
+    most = ", so most of the gain comes from them" if passes.low > 1.0 and passes.value**2 > plain.value else ""
+    slower = ": set cpu_products='off'" if passes.high < 1.0 else ""
+    text += f" These multiplications (cpu_products) alone bring plain generate() to {passes.value:.2f} times its speed"
+    return f"{text}{most}{slower}."

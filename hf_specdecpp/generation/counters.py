@@ -65,10 +65,11 @@ class Counters:
         suspect: name of a published draft, which may be for another target or be read wrongly; else `None`.
         refusal: why this call fell back to plain `generate()`; else `None`.
         remedies: unused ways to be faster, as in `DraftSetup.remedies`.
-        decided: decisions by name: `{"rule": "throughput", "costs": "followed", "verification": "block", "products":
-            "float16, draft in int8", "corrections": "off", "attached": "by a call"}`. Here a `generate()` call attached
-            the assistant, not `attach` ("before"); the target multiplies with float16 copies of its weights, the draft
-            in int8.
+        decided: decisions by name: `{"rule": "throughput", "costs": "followed", "estimates": "q", "verification":
+            "block", "products": "float16, draft in int8", "corrections": "off", "attached": "by a call"}`.
+            Here a `generate()` call attached the assistant, not `attach` ("before"); the target multiplies with float16
+            copies of its weights, the draft in int8; "estimates" of acceptance are the draft's probabilities q, those
+            of its own "confidence head", or of an "acceptance head".
         has_products: whether any layer of the target computes differently than in plain `generate()`.
     """
 
@@ -102,12 +103,7 @@ class Counters:
     graph_seconds: float = field(default=0.0, metadata={OF_TWO: max})
     graph_bytes: int = field(default=0, metadata={OF_TWO: max})
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata=LATEST)
-    branched_tree: DrawnTree | None = field(
-        default=None,
-        compare=False,
-        repr=False,
-        metadata=MOST_BRANCHED,
-    )
+    branched_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata=MOST_BRANCHED)
     rows: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={OF_TWO: lambda *_: []})
     agreement: list[float] = field(default_factory=list, metadata=EITHER)
     suspect: str | None = field(default=None, metadata=EITHER)

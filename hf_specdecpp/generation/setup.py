@@ -79,6 +79,15 @@ class DraftSetup:
     def estimator(self) -> Estimator:
         return self.head or DraftProbability()
 
+    def described_estimator(self, target: CausalLM) -> str:
+        """Whose estimates of acceptance decide how far to draft."""
+        config = self.speculation
+        if config.tree not in ("dyspec", "dyspec-exact") and (config.draws_trees or self.rule(target) == "fixed"):
+            return "unused"
+        if self.head is None:
+            return "q"
+        return "confidence head of the draft" if self.head.is_published else f"acceptance head, {self.head.inputs}"
+
     @property
     def most_tokens(self) -> int:
         return self.decisions.most_tokens(self.speculation)
@@ -180,11 +189,12 @@ class DraftSetup:
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
         return {
             "rule": self.rule(target),
-            "costs": costs if self.rule(target) == "throughput" else "not asked",
+            "costs": costs if self.rule(target) == "throughput" else "unused",
+            "estimates": self.described_estimator(target),
             "products": self.described_products(target),
             "verification": verification,
             "corrections": "on" if corrects else "off",
-            "tree": "where siblings pay" if chains is None else f"chains: {chains}",
+            "tree": "where siblings are worth their time" if chains is None else f"chains: {chains}",
         }
 
     def described_products(self, target: CausalLM) -> str:

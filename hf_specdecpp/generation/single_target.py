@@ -206,15 +206,6 @@ class TargetContext:
             self.target(**inputs, return_dict=True)
             self.cached.commit(pending, of=pending)
 
-    def roll_back(self) -> None:
-        """Called after an exception: crops the cache, possibly the user's own, to the emitted tokens."""
-        self.cached.roll_back()
-
-    def end(self) -> None:
-        """Called last: the cache stops recording for roll-backs, and can be reused."""
-        if self.cache is not None:
-            stop_recording(self.cache)
-
 
 def has_usual_inputs(target: CausalLM) -> bool:
     """Whether the model uses transformers' own `prepare_inputs_for_generation`."""
@@ -299,7 +290,7 @@ class SingleTarget(TargetSide):
     def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
         inputs = self.context.chain_inputs(self.text.ids, tokens[0, 1:])
         logits: Tensor = self.model(**inputs, return_dict=True).logits
-        self.context.roll_back()
+        self.context.cached.roll_back()
         return logits
 
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
@@ -389,10 +380,11 @@ class SingleTarget(TargetSide):
             self.context.read_pending(self.text.ids)
 
     def roll_back(self) -> None:
-        self.context.roll_back()
+        self.context.cached.roll_back()
 
     def end(self) -> None:
-        self.context.end()
+        if self.context.cache is not None:
+            stop_recording(self.context.cache)  # the cache can be reused
 
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:

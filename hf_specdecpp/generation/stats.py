@@ -18,7 +18,7 @@ PREPARING_SHARE = 0.05  # share of a call's seconds, above which preparing is re
 # A draft is suspect if less than this share of 30 or more first candidates is accepted, or none of 6 or more: rules may
 # soon stop drafting.
 TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
-FEWER = "SpeculationConfig(rule='throughput') drafts only as far as that pays"
+FEWER = "SpeculationConfig(rule='throughput') drafts only as many tokens as make generation faster"
 
 
 @dataclass
@@ -226,7 +226,7 @@ def _why_not(stats: Counters) -> str:
         return f"{reason} {_better_draft(stats)}"
     dearest = max(draft, verify - 1.0, overhead)
     if dearest == overhead:
-        return f"{reason} The target is too fast for the overhead of a round: assistants pay with larger targets."
+        return f"{reason} The target is too fast for the overhead of a round: speculation helps with larger targets."
     if dearest == draft:
         slow = f"one of its tokens costs {draft * stats.rounds / stats.drafted:.2f} target passes"
         return f"{reason} The draft is too slow: {slow}."

@@ -33,14 +33,15 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
     repository = Repository(str(assistant))
     config = load_config(repository)
     kind, named = kind_of(config), config.target_id if target is None else str(target)
-    if isinstance(kind, PublishedKind) and kind.served_by and config.draft_id is not None:
+    serves_head = kind.serves_heads and config.draft_id is not None and (config.head or {}).get("inputs") == "path"
+    if isinstance(kind, PublishedKind) and kind.served_by and config.draft_id is not None and not serves_head:
         raise ValueError(
             f"This assistant drafts with {kind.describe(config)}, unchanged as published, so nothing is exported: "
             f"{kind.served_by.replace('TARGET', named or 'TARGET')}."
         )
-    if kind.unserved:
+    if kind.unserved and not serves_head:
         raise ValueError(kind.unserved.format(draft=kind.describe(config), target=named or "TARGET", output=output))
-    _, parts = load_parts(repository, config)
+    head, parts = load_parts(repository, config)
     revision = config.target_revision if named == config.target_id else None
     # Written to the same disk, so that the finished folder only has to be renamed.
     beside = next(parent for parent in output.absolute().parents if parent.is_dir())
@@ -49,12 +50,13 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
         folder.mkdir()
         speculation = SpeculationConfig.from_dict(config.speculation)
         is_fixed = speculation.rule == "fixed" and not speculation.draws_trees
-        to = Destination(folder, output, named, revision, speculation.num_tokens if is_fixed else USUAL_TOKENS)
+        to = Destination(folder, output, named, revision, speculation.num_tokens if is_fixed else USUAL_TOKENS, head)
         exported = kind.export(config, parts, to)
-        exported.notes.append(
-            f"Engines draft a fixed number of tokens, here {to.num_tokens}, and take no stopping rule, acceptance head "
-            f"or calibration: these stay in {assistant}. Try one token more and less."
-        )
+        if not serves_head:
+            exported.notes.append(
+                f"Engines draft a fixed number of tokens, here {to.num_tokens}, and take no stopping rule, acceptance "
+                f"head or calibration: these stay in {assistant}. Try one token more and less."
+            )
         output.parent.mkdir(parents=True, exist_ok=True)
         if output.exists():
             output.rmdir()  # some systems cannot rename onto a folder; fails if `output` was filled in the meantime

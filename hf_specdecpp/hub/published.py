@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Published:
-    """A draft on the Hub, with its source, and the tokens per pass that its authors measured.
+    """A draft on the Hub, and a figure from `source`, if there is one: tokens per pass, or the speedup.
 
     If `file` is "pickle", convert the draft first: `specdecpp inspect DRAFT --convert FOLDER`.
     """
@@ -20,27 +21,50 @@ class Published:
     form: str
     source: str
     tokens_per_pass: float | None = None
+    speedup: float | None = None
     measured_on: str | None = None
     file: str = "safetensors"
+
+    @property
+    def measured(self) -> str:
+        """Example: "3.72 tokens a pass (MT-bench)"; empty if no figure was published."""
+        if self.measured_on is None:
+            return ""
+        figure = f"{self.speedup} times the speed" if self.speedup else f"{self.tokens_per_pass} tokens a pass"
+        return f"{figure} ({self.measured_on})"
 
 
 @cache
 def table() -> tuple[Published, ...]:
-    """All published drafts; those of a target are in the recommended order."""
+    """All published drafts, those of a target together."""
     rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     return tuple(Published(**row) for row in rows)
 
 
 def published(target: str) -> list[Published]:
-    """The drafts for `target`, a Hub id or a folder with the model's name, such as `models/Qwen3-8B`."""
+    """The drafts for `target`, a Hub id or a folder with the model's name, such as `models/Qwen3-8B`, the best first.
+
+    Figures are compared only if they are of one source and set-up. Drafts that were compared with the most others come
+    first, by their figures. Then come other drafts with a figure, and last those without, in the order of the table.
+    """
     name = target.rstrip("/").lower()
     wanted = name if name in {each.target.lower() for each in table()} else Path(name).name
-    return [each for each in table() if wanted in (each.target.lower(), each.target.lower().split("/")[1])]
+    found = [each for each in table() if wanted in (each.target.lower(), each.target.lower().split("/")[1])]
+    compared = Counter((each.source, each.measured_on) for each in found)
+
+    def place(each: Published) -> tuple[bool, int, float]:
+        if not each.measured_on:
+            return True, 0, 0.0
+        together = compared[each.source, each.measured_on]
+        return False, -together, -(each.speedup or each.tokens_per_pass or 0.0) if together > 1 else 0.0
+
+    return sorted(found, key=place)
 
 
 def advice(target: str) -> str | None:
-    """A line that names the first draft for a model that needs no conversion; `None` if there is none."""
+    """A line that names the best draft for a model that needs no conversion; `None` if there is none."""
     best = next((each for each in published(target) if each.file == "safetensors"), None)
     if best is None:
         return None
-    return f"{best.target} has a published {best.form}: assist(model, {best.draft!r})"
+    measured = f" Published: {best.measured}." if best.measured else ""
+    return f"{best.target} has a published {best.form}: assist(model, {best.draft!r}).{measured}"

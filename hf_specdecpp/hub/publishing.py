@@ -186,8 +186,8 @@ def opening(speed: dict[str, Any] | None) -> str:
     ours = [row for row in ours if (row["set"], row["temperature"]) in mode]
     if not ours:
         return (
-            f"Drafts for `generate()` of the target without changing one token of what it says\n{by}.\n"
-            "How fast that is has not been measured: `specdecpp bench` does."
+            f"Proposes tokens that `generate()` of the target verifies, so that its output is unchanged\n{by}.\n"
+            "The speed has not been measured yet: run `specdecpp bench`."
         )
     best = max(ours, key=lambda row: row["speedup"])
     plain = Speed(best["speedup"], *best["interval"])
@@ -195,9 +195,9 @@ def opening(speed: dict[str, Any] | None) -> str:
     made = "Makes" if effect(plain, same) == "gain" else "Did not make"
     how = f"{best['contestant']}; {best['set']}, temperature {best['temperature']:g}"
     return (
-        f"{made} `generate()` of the target faster without changing one token of what "
-        f"it says\n{by}.\n[Measured](#speed): {plain} times the speed of plain `generate()` and {same} times that "
-        f"with the same passes, at best ({how})."
+        f"{made} `generate()` of the target faster; the output is unchanged\n{by}.\n[Measured](#speed), with 95 % "
+        f"intervals: {plain} times the speed of plain `generate()`, and {same} times its speed\nwith the same matrix "
+        f"multiplications, in the fastest setting ({how})."
     )
 
 
@@ -213,14 +213,14 @@ def unhelped(training: dict[str, Any] | None) -> list[str]:
         if most <= max(before, shares.get("0.00", before)):
             found.append(
                 "Training did not help the draft: a candidate is accepted with probability "
-                f"{number(max(before, after))} without it, with it at most {number(most)}."
+                f"{number(max(before, after))} without training, and with it at most {number(most)}."
             )
     judged = next(iter(training["evaluation"]["sets"]["heldout"].values()))["estimators"]
     head, own = judged["head"], judged["draft probability"]
     ranks = round(head["auc"], 2) > 0.5
     is_better = (ranks and head["auc"] > own["auc"]) or head["binary_kl"] < own["binary_kl"]
     if not is_better or not ranks:
-        what = "The head knows how often candidates are accepted, but not which" if is_better else NOT_THE_HEAD
+        what = "The head estimates how often candidates are accepted, but not which ones" if is_better else NOT_THE_HEAD
         found.append(
             f"{what}: its AUC is {number(head['auc'])} and its binary KL {number(head['binary_kl'])}, those of the "
             f"draft's own probability are {number(own['auc'])} and {number(own['binary_kl'])}."
@@ -234,8 +234,8 @@ def too_rarely_accepted(evaluation: dict[str, Any]) -> str | None:
     if accepted >= LEAST_ACCEPTANCE:
         return None
     return (
-        f"A candidate is accepted with probability {number(accepted)} only. Drafting pays where that is more than a "
-        f"candidate costs in target passes, which is hardly ever less than {LEAST_ACCEPTANCE}."
+        f"A candidate is accepted with probability {number(accepted)} only. Drafting makes `generate()` faster if "
+        f"that is more than a candidate costs in target passes, which is hardly ever less than {LEAST_ACCEPTANCE}."
     )
 
 

@@ -1,1 +1,1 @@
-"""Candidates from text that was seen before: where it repeats, what followed there, and how often that was right."""
+"""Candidates from earlier text: an index of tokens, the tokens after a repeated context, and their acceptance."""

@@ -303,7 +303,7 @@ class TextLookup:
         return matches
 
     def _num_proposable(self, tokens: list[int]) -> int:
-        """Number of leading tokens that may be proposed."""
+        """Number of tokens before the first one that is in `never` or not in the target's vocabulary."""
         if not tokens or (min(tokens) >= 0 and max(tokens) < self.vocab_size and self.never.isdisjoint(tokens)):
             return len(tokens)
         is_allowed = (0 <= token < self.vocab_size and token not in self.never for token in tokens)

@@ -35,7 +35,7 @@ FIELDS = {
 }  # fmt: skip
 # Initialisations that do not change the model's own weights; others (PiSSA, OLoRA, ...) subtract from them.
 HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
-DOWNLOAD_AGAIN = "Download or save it again."
+RETRY = "Download or save it again."
 STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 
 
@@ -159,9 +159,9 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
         ("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")
     ))  # fmt: skip
     if not all(type(rank) is int and rank > 0 for rank in ranks):
-        raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1. {DOWNLOAD_AGAIN}")
+        raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1. {RETRY}")
     if not all(type(alpha) in (int, float) and abs(alpha) < 2**31 for alpha in alphas):
-        raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number. {DOWNLOAD_AGAIN}")
+        raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number. {RETRY}")
     return config
 
 
@@ -169,16 +169,14 @@ def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path
     """The two matrices of a module, with their scaling."""
     shapes = {which: list(tensor.shape) for which, tensor in half.items()}
     if set(half) != {"A", "B"} or not half["A"].dim() == half["B"].dim() == 2 or shapes["A"][0] != shapes["B"][1]:
-        raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. {DOWNLOAD_AGAIN}")
+        raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. {RETRY}")
     a, b, rank = half["A"], half["B"], shapes["A"][0]
     if not (a.is_floating_point() and b.is_floating_point()):
         raise ValueError(
-            f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers. {DOWNLOAD_AGAIN}"
+            f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers. {RETRY}"
         )
     if rank not in (config.get("r", 8), *(config.get("rank_pattern") or {}).values()):
-        raise ValueError(
-            f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}. {DOWNLOAD_AGAIN}"
-        )
+        raise ValueError(f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}. {RETRY}")
     alpha = config.get("lora_alpha", 8)
     alphas = config.get("alpha_pattern") or {}
     if fitting := [key for key in _suffixes(name) if key in alphas]:

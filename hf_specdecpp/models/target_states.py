@@ -49,7 +49,7 @@ class TargetStates:
     layers.
 
     Hooks keep references to outputs of the decoder and its layers. A compiled target may skip hooks, so it also returns
-    the states (`asked_for`). Hooks are no longer used once a pass returned the same tensors as the hooks captured, or
+    the states (`requesting`). Hooks are no longer used once a pass returned the same tensors as the hooks captured, or
     hooks captured nothing. Other targets do not return states: transformers would leave hooks in them, with which
     they cannot be pickled.
 
@@ -93,7 +93,7 @@ class TargetStates:
         return model_kwargs | {"output_hidden_states": self._numbers}
 
     def catch(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-        """Run a forward pass, whose arguments are from `asked_for`, capture its states, and return its outputs."""
+        """Run a forward pass, whose arguments are from `requesting`, capture its states, and return its outputs."""
         if not self._modules:
             return forward(*args, **inputs)
         if self.are_returned:

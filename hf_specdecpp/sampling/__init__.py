@@ -1,1 +1,1 @@
-"""Randomness, logits processors, drawing without replacement, and what the target said lately."""
+"""Random numbers, logits processors, and the target's latest distributions after each token."""

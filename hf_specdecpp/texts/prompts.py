@@ -71,11 +71,7 @@ def named_sources(sources: Sequence[str], *taken: str) -> dict[str, str]:
 
 
 def split_prompts(
-    sources: Iterable[str],
-    heldout: float,
-    limit: int | None = None,
-    seed: int = 0,
-    unseen: Collection[str] = (),
+    sources: Iterable[str], heldout: float, limit: int | None = None, seed: int = 0, unseen: Collection[str] = ()
 ) -> dict[str, list[Prompt]]:
     """Split all distinct prompts into `train` and `heldout`. `ValueError` if there are too few prompts, all are in
     `unseen`, or as in `read_prompts`.

@@ -81,7 +81,7 @@ class KnownCosts:
         return self._texts < FEW
 
     def at(self, length: int) -> Costs:
-        """Costs for a rule at this sequence length: one object per length class until the next `follow`."""
+        """Costs for a rule at this sequence length: one object per length class until the next `update`."""
         kind = self._nearest(length_class(length))
         if kind not in self._formed:
             self._formed[kind] = self._form(self._by_length.get(kind, self.first))

@@ -98,12 +98,7 @@ class Memory:
         return found
 
     def recall(
-        self,
-        decisions: Decisions,
-        owner: CausalLM,
-        estimator: Estimator,
-        how: GenerationConfig,
-        trees: bool = False,
+        self, decisions: Decisions, owner: CausalLM, estimator: Estimator, how: GenerationConfig, trees: bool = False
     ) -> Learned:
         """Statistics of an `owner` (the target, or without one the draft), for one way of sampling; new if missing."""
         greedy = not how.do_sample
@@ -112,8 +107,8 @@ class Memory:
             count = PRIOR_COUNT if trees else BIN_COUNT
             return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED), count))
 
-        temperature = decisions.draft_temperature if how.do_sample else 1.0
-        key = trees, type(estimator).__name__, *_sampling(how), decisions.draft_successors, temperature
+        corrections = decisions.draft_successors, decisions.draft_temperature if how.do_sample else 1.0
+        key = trees, type(estimator).__name__, estimator.inputs, *_sampling(how), *corrections
         return _latest(self.learned.setdefault(owner, {}), key, new)
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:

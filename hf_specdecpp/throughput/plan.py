@@ -196,7 +196,7 @@ class ChainPlan(Plan):
     """The plan of chains.
 
     Args:
-        lag: 1 if estimates are one candidate late (`Estimator.inputs == "after"`), else 0.
+        lag: by how many candidates estimates are late (`lag_of`).
     """
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
@@ -214,7 +214,8 @@ class ChainPlan(Plan):
         return self.rates.expected_tokens(self.most)
 
     def critical(self, drafted: int, last: int) -> float:
-        """Drafting stops after `drafted` candidates if survival is at most this; `last`: bin of the last estimate."""
+        """Drafting stops after `drafted` candidates if survival is at most this; `last`: bin of the last estimate.
+        Estimates known before the draw are those of the next candidate, which then counts in the survival."""
         return self.price * self._ahead[drafted][last]
 
     def record_chain(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
@@ -239,7 +240,7 @@ class BatchPlan(ChainPlan):
     tries_to = 0  # the draft would have to read all rows first, and wider passes cost far more
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
-        super().__init__(known, most, lag, rates)
+        super().__init__(known, most, max(lag, 0), rates)  # all rows continue or none: none is asked before its draw
         self.unread, self.begins = 0, True
         self.trial: int | None = None
 
@@ -264,19 +265,19 @@ def seconds_ahead(rates: AcceptanceRates, seconds: Floats, lag: int) -> list[lis
 
     Args:
         seconds: `[n + 1]`, of rounds with 0, 1, ... candidates.
-        lag: 1 if the last candidate has no estimate yet, else 0.
+        lag: 1 if the last candidate has no estimate yet; -1 if the next one has, and b is its bin; else 0.
     """
     most = len(seconds) - 1
     survives = rates.following * rates.acceptance  # [bins + 1, bins]: the next candidate is in this bin and accepted
-    tokens = [np.zeros(len(survives))]
+    tokens = [np.full(len(survives), -1.0), np.zeros(len(survives))]
     for _ in range(most + lag):
         tokens.append(tokens[-1] + survives.sum(axis=1))
         survives = survives @ (rates.following[:NO_VERDICT] * rates.acceptance)
-    expected = np.array(tokens).T  # [bins + 1, further candidates]
+    expected = np.array(tokens).T  # [bins + 1, 1 + further candidates]; accepted after the candidate of the bin
     found = []
     for k in range(most + 1):
-        late = lag if k else 0
-        further = expected[:, 1 + late : 1 + late + most - k] - expected[:, late : late + 1]
+        late = min(lag, k) + 1
+        further = expected[:, late + 1 : late + 1 + most - k] - expected[:, late : late + 1]
         added = seconds[k + 1 :] - seconds[k]
         per_token = added / np.maximum(further, 1e-12)
         found.append(per_token.min(axis=1, initial=math.inf).tolist())
@@ -286,16 +287,14 @@ def seconds_ahead(rates: AcceptanceRates, seconds: Floats, lag: int) -> list[lis
 class Throughput(StoppingRule):
     """The stopping rule of a `ChainPlan`: draft on while that raises the expected tokens per second."""
 
-    min_tokens = 0
-
     def __init__(self, estimator: Estimator, plan: ChainPlan) -> None:
         super().__init__(plan.most)
         self.estimator, self.plan = estimator, plan
-        self.unread = 0
+        self.unread, self.asks_first = 0, plan.lag < 0
         self.begin_round()
 
     def begin_round(self) -> None:
-        self._survival, self.last, self.num_drafted = 1.0, NO_VERDICT, 0
+        self._survival, self.last, self.num_drafted = 1.0, NO_VERDICT, -1 if self.asks_first else 0
         self.estimates: list[float] = []
         self.trial: int | None = None
 
@@ -319,9 +318,9 @@ class Throughput(StoppingRule):
         """The round ends at this survival or below."""
         return self.plan.critical(self.num_drafted, self.last)
 
-    @property
-    def survival(self) -> float | None:
-        return self._survival if self.trial is None else None
+    def survival(self, count: int) -> float | None:
+        known = map(self.plan.rates.calibrated, self.estimates[:count])
+        return math.prod(known) if self.trial is None else None
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         self.plan.record_chain(self.estimates, self.unread, (drawn := tree.num_drawn), min(len(path), drawn))

@@ -32,7 +32,7 @@ class TreePlan(Plan, SlotValuation):
     Attributes:
         splits: learned s: a slot of value v takes about 1 + s (v a / t - 1) draws until all gains in it are below t.
         mean_estimate: learned mean of a, 0.5 before the first draws.
-        unread, room, trial: in this round: tokens that the draft reads first, the most nodes, and the length of the
+        unread, limit, trial: in this round: tokens that the draft reads first, the most nodes, and the length of the
             chain to try, if any.
         saved: plain passes that siblings would have saved in rounds without siblings (`Slots.branches`).
         refused: the reason if a test showed that the target or the draft cannot read trees.
@@ -62,7 +62,9 @@ class TreePlan(Plan, SlotValuation):
     def calibrated(self, estimate: float) -> float:
         return self.rates.calibrated(estimate)
 
-    def expected(self, last: float | None, /) -> float:
+    def expected(self, last: float | None, chance: float | None = None, /) -> float:
+        if chance is not None:
+            return self.calibrated(chance)
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:

@@ -115,6 +115,6 @@ def summary(config: TrainingConfig) -> str:
     use = f"assist(model, {config.output!r}{named}); model.generate(**inputs)"
     if (why := too_rarely_accepted(measured)) is None:
         return "\n".join([*found, f"use it      {use}", f"share it    {share}"])
-    tokens = read_json(config.work / REPORT)["tokens"]
+    tokens = answers.record(config.work)["train"]["answer_tokens"]
     more = f"This run trained on {tokens:,} tokens of answers. More prompts give more answers, which help."
     return "\n".join([*found, f"not yet     {why} {more}", f"try it      {use}"])

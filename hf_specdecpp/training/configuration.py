@@ -123,14 +123,15 @@ class HeadConfig(Section):
     """The acceptance head and its fit.
 
     Args:
-        inputs: hidden state that the head reads: `"before"`, the state that produced q, or `"after"`, the state at the
-            candidate (the paper's head).
+        inputs: what the head reads: `"before"`, the hidden state that produced q, and the candidate; `"after"`, the
+            state at the candidate (the paper's head); or `"path"`, one linear layer on the state that produced q, which
+            is known before the draw (DSpark's confidence head, which other engines serve, too).
         num_blocks (layers): residual blocks of an `"after"` head.
         tied: whether the blocks share their weights, as in the released code.
         rank (dimensions): rank of the correction in a `"before"` head.
         rejection_weight: weight w_rej of rejections in the BCE (paper: 6).
         siblings (candidates): number drawn without replacement at each position, for trees (`inputs="before"`).
-        dropout (share of inputs): dropout of hidden states while a `"before"` head is fitted.
+        dropout (share of inputs): dropout of hidden states while a `"before"` or `"path"` head is fitted.
         epochs (passes over the answers): may be a fraction (paper: 3).
         learning_rate: maximum of a cosine schedule (paper: 5e-5). The network that reads the scalars has ten times this
             rate.
@@ -140,7 +141,7 @@ class HeadConfig(Section):
 
     path = "head."
 
-    inputs: Literal["before", "after"] = "before"
+    inputs: Literal["before", "after", "path"] = "before"
     num_blocks: int = _at_least(0, 3)
     tied: bool = False
     rank: int = _at_least(1, 64)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hf_specdecpp.estimation.estimators import MODES
+from hf_specdecpp.estimation.estimators import LAGS, MODES
 from hf_specdecpp.estimation.metrics import auc
 from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.provenance import device_name
@@ -82,12 +83,12 @@ def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
 
 
 def all_estimates(made: Trained, rows: dict[str, Tensor], greedy: bool) -> dict[str, Tensor]:
-    """Estimated probabilities of acceptance `[n]`, in (0, 1): the calibrated head's, and the draft's q."""
-    head = made.head.cpu()
-    log_odds = recorded_chains.head_estimates(head, rows, made.drafter)
-    if (calibration := head.calibration.get(MODES[greedy])) is not None:
-        log_odds = calibration.apply(log_odds, rows["index"])
-    estimates = {"head": log_odds.sigmoid(), "draft probability": rows["scalars"][:, 0].exp()}
+    """Estimated probabilities of acceptance `[n]`, in (0, 1): the calibrated head's, those of the confidence head that
+    the draft was published with, if any, and the draft's q."""
+    heads = [("head", made.head), ("published head", made.assistant.published_head)]
+    log_odds = {name: recorded_chains.head_estimates(head.cpu(), rows, made.drafter) for name, head in heads if head}
+    estimates = {name: head.probability(log_odds[name], rows["index"], greedy) for name, head in heads if head}
+    estimates["draft probability"] = rows["scalars"][:, 0].exp()
     return {name: estimate.double().clamp(1e-6, 1.0 - 1e-6) for name, estimate in estimates.items()}
 
 
@@ -102,11 +103,13 @@ def survivals(
     rows: dict[str, Tensor], estimates: Mapping[str, Tensor], inputs: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The probability that all candidates of a chain up to each are accepted, `[chains, longest]`, NaN after a chain's
-    end: the true probability, and by estimator the estimate that is known before the next candidate is drafted."""
-    true, head = (survival(values, rows["index"]) for values in (rows["label"], estimates["head"]))
-    if inputs == "after":  # the estimate of a candidate is known one candidate later
-        head = torch.cat((torch.ones_like(head[:, :1]), head[:, :-1]), 1)
-    return true, {"head": head, "draft probability": survival(rows["scalars"][:, 0].exp(), rows["index"])}
+    end: the true probability, and by estimator the estimate that is known before the next candidate is drafted, which
+    may be late or early by a candidate (`inputs` of the head)."""
+    lags, judged = {"head": LAGS[inputs], "published head": LAGS["path"]}, {}
+    for name, each in estimates.items():
+        lag = lags.get(name, 0)
+        judged[name] = functional.pad(survival(each, rows["index"]), (lag, -lag), value=1.0)
+    return survival(rows["label"], rows["index"]), judged
 
 
 def rule_curves(true: Tensor, judged: Mapping[str, Tensor]) -> dict[str, list[Outcome]]:

@@ -2,7 +2,8 @@
 
 `inputs="after"` is the paper's method (section 3.2): the draft proposes a token Y_i at each position of the answer X,
 then reads a mixture Z of X and Y; its hidden states at the positions with Z = Y are the examples. `inputs="before"`
-uses the hidden state that produced q, and any number of siblings drawn from q.
+uses the hidden state that produced q, and any number of siblings drawn from q. `inputs="path"` uses that state alone,
+with the share of q that the target accepts, Σ min(p, q), as the label.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.unrolling import in_blocks, in_rounds
+from hf_specdecpp.drafting.unrolling import in_blocks, in_rounds, reached
 from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -97,7 +98,8 @@ class Examples:
 
         Returns:
             `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (only `"before"`), `label` `[n, s]`,
-            the probability of acceptance, and `mask` `[n, s]`, the weight of each candidate in the loss.
+            the probability of acceptance, and `mask` `[n, s]`, the weight of each candidate in the loss. For `"path"`
+            a row counts as often as a round reaches it along this text (`reached`), so it needs no mixture.
         """
         drafter, ids = self.drafter, input_ids.to(self.drafter.device)
         count = input_ids.shape[1] - prompt_length + 1
@@ -109,16 +111,19 @@ class Examples:
             along = drafter.hidden_states(ids)
         else:
             along = (in_rounds if drafter.blocks_after is None else in_blocks)(drafter, ids, states.to(ids.device))
-        before, logits = along[0, prompt_length - 1 : -1], outputs.logits[0, -count:-1]
+        before, logits, answer = along[0, prompt_length - 1 : -1], outputs.logits[0, -count:-1], ids[0, prompt_length:]
+        chunks = zip(*(each.split(ROWS_AT_ONCE) for each in (logits, before, answer)), strict=True)
         rows = joined(
             [
-                self._candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), sampling, generator)
-                for p, hidden in zip(logits.split(ROWS_AT_ONCE), before.split(ROWS_AT_ONCE), strict=True)
+                self._candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), text, sampling, generator)
+                for p, hidden, text in chunks
             ]
         )
-        if self.head.inputs == "before":
+        if self.head.inputs == "path":
+            rows["mask"] = reached(drafter, rows["mask"][:, 0], prompt_length - 1)[:, None]
+        if self.head.inputs != "after":
             return {"hidden": before, **rows}
-        answer, drafted = ids[0, prompt_length:], rows["tokens"][:, 0]
+        drafted = rows["tokens"][:, 0]
         keeps_target = uniform(answer.shape, generator, answer.device) < MIXING
         mixed = torch.cat((ids[0, :prompt_length], answer.where(keeps_target, drafted)))
         after = drafter.hidden_states(mixed[None])[0, prompt_length:]
@@ -126,10 +131,15 @@ class Examples:
         return {"hidden": after, **rows, "mask": (~keeps_target)[:, None].float()}
 
     def _candidates(
-        self, p_logits: Tensor, q_logits: Tensor, sampling: Sampling, generator: torch.Generator
+        self, p_logits: Tensor, q_logits: Tensor, text: Tensor, sampling: Sampling, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Candidates for n positions, with their labels, from logits `[n, vocab]`; the result is as in `of_text`."""
+        """Candidates for n positions, with their labels, from logits `[n, vocab]`; the result is as in `of_text`, but
+        for `"path"` the mask is the probability that a round keeps the token of the `text` `[n]`."""
         p, q = sampling.p(p_logits), sampling.q(q_logits)
+        if self.head.inputs == "path":
+            drawn_from = sampling.drawn_from(q, q.argmax(-1))
+            kept, label = acceptance(drawn_from, p, text), torch.minimum(p, drawn_from).sum(-1)
+            return {"tokens": text[:, None], "label": label[:, None], "mask": kept[:, None]}
         is_before = self.head.inputs == "before"
         drawn = draw_siblings(q, self.head.siblings if is_before else 1, generator, sampling.greedy)
         columns = drawn.tokens.unbind(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,8 @@ def run(config: TrainingConfig) -> dict[str, float]:
             made = Trained.load(config)
             train, heldout = (features.build(made, split) for split in ("train", "heldout"))
         head = new_head(config, made.drafter)
+        if head.inputs == "path" and (published := made.assistant.published_head) is not None:
+            head.load_state_dict(published.state_dict())
         metrics = fit(head, train, heldout, config, made.drafter, folder / CHECKPOINTS)
         if trainers.process_state().is_main_process:
             save_head(head, folder)
@@ -95,12 +98,14 @@ def fit(
     trainer.train(resume_from_checkpoint=trainers.last_checkpoint(checkpoints))
     measured = trainer.evaluate()
     head.to("cpu").eval()
+    if head.inputs == "path":  # weighted, the log-odds are too low by the logarithm of the weight
+        head.output.bias.data += math.log(options.rejection_weight)
     rows = sum(int((train[index]["mask"] > 0).sum()) for index in range(len(train)))
     return {name: measured[f"eval_{name}"] for name in ("loss", "binary_kl", "auc")} | {"train_candidates": rows}
 
 
 class HeadTrainer(Trainer):
-    """A Trainer with the paper's loss, and dropout of the hidden states that a `"before"` head reads."""
+    """A Trainer with the paper's loss, and dropout of the hidden states before the draw."""
 
     def __init__(self, options: HeadConfig, drafter: Drafter, **arguments: Any) -> None:
         self.options, self.drafter = options, drafter
@@ -124,7 +129,7 @@ class HeadTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        if self.options.inputs == "before":
+        if self.options.inputs != "after":
             hidden = F.dropout(inputs["hidden"].float(), self.options.dropout, training=model.training)
             inputs = {**inputs, "hidden": hidden}
         log_odds = batch_log_odds(model, inputs, self.drafter)

@@ -56,7 +56,7 @@ class Trained:
     @property
     def head(self) -> AcceptanceHead:
         """The fitted head. `ValueError` if there is none yet."""
-        if self.assistant.head is None:
+        if self.assistant.head is None or self.assistant.head.is_published:
             folder = self.config.work / HEAD
             raise ValueError(f"{folder} has no fitted head yet: run the stage 'head' before this one.")
         return self.assistant.head
@@ -71,6 +71,7 @@ def check(config: TrainingConfig) -> None:
     target = _without_weights(config.target)
     check_target(target)
     draft = draft_of(config, target, _without_weights)
+    config.kind.refuse_published(draft)
     if config.distill.draft_vocab_size is not None:
         check_size(config.distill.draft_vocab_size, always_kept(target), most_ids(target, draft))
 

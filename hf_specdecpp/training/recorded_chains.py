@@ -114,7 +114,7 @@ class Recorder:
                 "start": drafted.starts[:, None].expand_as(p),
                 "index": torch.arange(p.shape[1], device=p.device).expand_as(p),
                 "token": drafted.tokens,
-                "hidden": to_half(drafted.hidden[:, :-1] if self.inputs == "before" else drafted.hidden[:, 1:]),
+                "hidden": to_half(drafted.hidden[:, 1:] if self.inputs == "after" else drafted.hidden[:, :-1]),
                 "scalars": drafted.scalars,
                 "label": (p / q).clamp_max(1.0).float(),
             }
@@ -201,11 +201,16 @@ def draft_chains(
     starts = starts.to(device)
     if drafter.blocks_after is not None:
         read: Any = states
-        blocks = drafter.blocks_after(torch.tensor([ids], device=device), read.to(device), starts[None] - 1)
-        blocks = blocks[0, :, :length]
-        drawn = [drawing.candidates(drafter, rows) for rows in blocks.unbind(1)]
-        candidates, features = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
-        return DraftedChains(starts, candidates, features, torch.cat((blocks, blocks[:, -1:]), 1))
+        given = torch.tensor(ids, device=device)
+        blocks = drafter.blocks_after(given[None], read.to(device), starts[None] - 1)[0, :, :length]
+        token, memory, drawn = given[starts - 1], blocks.new_zeros((count, drafter.memory_size)), []
+        for rows in blocks.unbind(1):
+            state, memory = drafter.along(rows, token, memory)
+            token, row = drawing.candidates(drafter, state)
+            drawn.append((token, row, state))
+        drawn.append((token, row, state))
+        candidates, features, along = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
+        return DraftedChains(starts, candidates[:, :-1], features[:, :-1], along)
     branching = BranchingText(drafter, ids[: int(starts[-1])], states)
     hidden, tokens, scalars = [branching.states[starts - 1]], [], []
     one_level = torch.eye(count, dtype=torch.bool, device=device)

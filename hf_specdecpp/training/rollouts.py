@@ -108,12 +108,9 @@ def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prom
         "answered_by": "server" if rollouts.server else "local",
         "prompts": f"{sum(map(len, prompts.values()))} with hash {hashlib.sha256(texts.encode()).hexdigest()[:16]}",
         "temperatures": [float(temperature) for temperature in rollouts.temperatures],
-        "top_k": rollouts.top_k,
-        "max_new_tokens": rollouts.max_new_tokens,
+        **{name: getattr(rollouts, name) for name in ("top_k", "max_new_tokens", "samples_per_prompt", "shard_size")},
         "dtype": config.dtype,
-        "samples_per_prompt": rollouts.samples_per_prompt,
         "heldout": float(rollouts.heldout),
-        "shard_size": rollouts.shard_size,
         "seed": config.seed,
     }
 
@@ -182,10 +179,9 @@ def warn_of_few(answers: int, answer_tokens: int, **_: Any) -> None:
 
 
 def _summary(paths: list[Path]) -> dict[str, Any]:
-    rows = tokens = finished = 0
-    for path in paths:
-        table = pyarrow.parquet.read_table(path, columns=["input_ids", "prompt_length", "finished"])
-        rows += table.num_rows
-        tokens += sum(map(len, table["input_ids"].to_pylist())) - sum(table["prompt_length"].to_pylist())
-        finished += sum(table["finished"].to_pylist())
-    return {"answers": rows, "answer_tokens": tokens, "finished": finished}
+    rows = [
+        (len(row["input_ids"]) - row["prompt_length"], row["finished"])
+        for path in paths
+        for row in pyarrow.parquet.read_table(path, columns=["input_ids", "prompt_length", "finished"]).to_pylist()
+    ]
+    return {"answers": len(rows), "answer_tokens": sum(row[0] for row in rows), "finished": sum(row[1] for row in rows)}

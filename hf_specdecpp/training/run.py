@@ -77,6 +77,9 @@ def run(options: TrainOptions) -> None:
     given = {name: value for name, value in vars(options).items() if value not in (None, [])}
     settings.update({name: given[name] for name in ("target", "output", "draft", "layers") if name in given})
     rollouts.update({name: given[name] for name in ("data", "server") if name in given})
+    if options.head_only:
+        settings["head"] = {"inputs": "path", **settings.get("head", {})}
+        settings["distill"] = {**settings.get("distill", {}), "enabled": False}
     config = TrainingConfig.from_dict(settings)
     # Hide messages that users cannot act on: bars of short data sets, deprecations in libraries, Trainer on mtime.
     datasets.disable_progress_bars()

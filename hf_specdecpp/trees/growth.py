@@ -173,15 +173,18 @@ class Growth:
         how = self._how
         judged: JudgedSiblings | HeadJudgedSiblings
         draw = likeliest if how.randomness is None else how.randomness.siblings
-        if isinstance(how.estimator, AcceptanceHead):
-            depths = [self.tree.depths[node] for node in nodes]
-            judged = HeadJudgedSiblings(q, draw, how.estimator, level, depths, how.ahead)
+        depths, head = [self.tree.depths[node] for node in nodes], how.estimator
+        chances: list[float | None] = [None] * len(nodes)
+        if isinstance(head, AcceptanceHead) and head.inputs == "before":
+            judged = HeadJudgedSiblings(q, draw, head, level, depths, how.ahead)
         else:
-            judged = JudgedSiblings(draw(q), [0.0] * len(nodes))
+            if isinstance(head, AcceptanceHead):
+                chances = head.probability(head(level.hidden), torch.tensor(depths), self.greedy).tolist()
+            judged = JudgedSiblings(draw(q), [0.0] * len(nodes), [*chances])
         for row, node in enumerate(nodes):
             self.tree.scores[node] = level.scores[row]
             self._next[node] = partial(judged.draw_next, row)
-            self._open(node, self.leaves.pop(node))
+            self._open(node, self.leaves.pop(node), chances[row])
 
     @property
     def best(self) -> float:
@@ -218,7 +221,8 @@ class Growth:
         """v and priority of each open slot."""
         return [(self._slots[node][0], value) for node, value in self.open.items()]
 
-    def _open(self, node: int, v: float) -> None:
+    def _open(self, node: int, v: float, chance: float | None = None) -> None:
+        """Open a slot of value v; `chance`: the estimate of its next child, if it is known before the draw."""
         known = self._next[node]() if self.greedy else None
         if self.greedy and known is None:  # no token is left
             return
@@ -227,7 +231,7 @@ class Growth:
             value = v * self._valuation.calibrated(known[1])
         else:
             children = self.tree.children[node]
-            value = v * self._valuation.expected(self.tree.estimates[children[-1]] if children else None)
+            value = v * self._valuation.expected(self.tree.estimates[children[-1]] if children else None, chance)
         self.open[node] = value
         heappush(self._heap, (-value, node))
 
@@ -242,8 +246,9 @@ class SlotValuation:
         """a(y), given the estimate."""
         return estimate if self._learned is None else self._learned.calibrated(estimate)
 
-    def expected(self, _last: float | None, /) -> float:
-        """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling."""
+    def expected(self, _last: float | None, _chance: float | None = None, /) -> float:
+        """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling,
+        and its own (`chance`) if an estimator knows it before the draw."""
         return 1.0
 
 
@@ -305,10 +310,12 @@ class JudgedSiblings:
 
     Attributes:
         mass: sum of q of the siblings drawn so far, by node.
+        first: by node, a(y) of the first sibling if it was known before the draw; set to `None` once used.
     """
 
     siblings: Siblings
     mass: list[float]
+    first: list[float | None]
 
     def draw_next(self, row: int) -> tuple[int, float] | None:
         """The next sibling and its estimate, `None` if no token is left."""
@@ -316,16 +323,17 @@ class JudgedSiblings:
         if drawn is None:
             return None
         token, q = drawn
-        left = 1.0 - self.mass[row]
+        left, first = 1.0 - self.mass[row], self.first[row]
         self.mass[row] += q
-        return token, min(q / left, 1.0) if left > 0.0 else 1.0
+        self.first[row] = None
+        return token, first if first is not None else min(q / left, 1.0) if left > 0.0 else 1.0
 
 
 def check_estimator(estimator: Estimator) -> None:
     """Raise `ValueError` if `estimator` cannot value slots before the draw."""
-    if estimator.inputs != "before":
+    if estimator.inputs == "after":
         raise ValueError(
             'This acceptance head judges a candidate after the draft has read it (inputs="after"), but a tree must '
-            'know what a slot is worth before it draws there. Use a head with inputs="before", tree="static", or '
+            'know what a slot is worth before it draws there. Use a head with other inputs, tree="static", or '
             "assistant.head = None to value slots with the draft's own probability."
         )

@@ -306,7 +306,7 @@ def _tests(
 ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
     """`child_tests` of a node to accept with probability `owed`, each with its child, at last with `None`."""
     children = tree.children[node]
-    if not children or not owed:  # nothing to find out below
+    if not children or not owed:  # no tests below
         yield None, owed, None
         return
     for child, (chance, mass) in zip((*children, None), child_tests(tree, node, p(node), owed), strict=True):

@@ -100,7 +100,7 @@ def differing(judge: str, greedy: bool) -> int:
 
 
 @pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
-@pytest.mark.parametrize("judge", ["q", "before"])
+@pytest.mark.parametrize("judge", ["q", "before", "path"])
 def test_slots_are_valued_as_in_uncaptured_trees(judge: str, greedy: bool) -> None:
     assert differing(judge, greedy) == 0
 

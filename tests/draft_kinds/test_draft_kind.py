@@ -10,7 +10,7 @@ from support.devices.pretend_devices import on_device, pretend_devices
 from support.files import dflash_files, dspark_files, gemma4_files, mtp_files
 from support.files.eagle3_files import VARIANTS as EAGLE3
 from support.files.repos import save_model
-from support.targets.models import assistant_of, configured, partly_agreeing, prompt, tiny
+from support.targets.models import assistant_of, configured, of_pard, partly_agreeing, prompt, tiny
 from support.targets.rounds_anew import Ear
 from support.targets.snapshots import hash_of, hooks_of
 from support.targets.watchers import Collector, tokenizer
@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 NAMES = [
     "independent", "early_exit", "conditioned", "eagle3", "lookup", "eagle3 of others", "dflash", "dspark",
-    "gemma4", "mtp", "mtp, several layers",
+    "gemma4", "mtp", "mtp, several layers", "pard",
 ]  # fmt: skip
 Pair = tuple[SpecDecPPAssistant, CausalLM]
 
@@ -92,6 +92,8 @@ def pair(name: str, folder: Path) -> Pair:
         return SpecDecPPAssistant.from_pretrained(EAGLE3["plain"].save(folder), target), target
     if name == "independent":
         return SpecDecPPAssistant.from_draft(save_model(partly_agreeing(target, 0.9), folder, None), target), target
+    if name == "pard":
+        return SpecDecPPAssistant.from_draft(save_model(of_pard(target), folder, None), target), target
     if name == "lookup":
         return assist(target, "lookup", default=False), target
     return assistant_of(name, target), target

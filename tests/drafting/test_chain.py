@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.chain import Step, StoppingRule
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 
 VOCAB = 3
@@ -33,6 +33,30 @@ def test_threshold_stops_above_h_not_at_h(signals: list[float | None]) -> None:
     rule = rule_for(rule="threshold", threshold=0.5)
     assert not any(rule.stops(signal) for signal in signals)  # 1 - 0.5 is exactly h
     assert rule.stops(1.0 - 1e-12)
+
+
+class Told:
+    """Says what it is told of each candidate before that is drawn."""
+
+    inputs = "path"
+
+    def __init__(self, estimates: list[float]) -> None:
+        self.estimates = estimates
+
+    def estimate(self, step: DraftStep) -> Tensor:
+        assert step.token is None, "asked before the draw"
+        return torch.tensor(self.estimates[step.index], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("h", "least", "expected"), [(0.0, 1, 1), (0.0, 3, 3), (0.5, 1, 2), (0.55, 1, 3), (1.0, 1, 4)])
+def test_a_threshold_is_asked_before_each_draw(h: float, least: int, expected: int) -> None:
+    """All candidates stand with 0.9, 0.63, 0.504 and 0.4032: at 0.5 the third is still drawn, as 1 - 0.504 < 0.5."""
+    estimator = Told([0.9, 0.7, 0.8 if h != 0.5 else 0.7, 0.8])
+    config = SpeculationConfig(rule="threshold", threshold=h)
+    rule = make_rule(config, estimator, min_tokens=least)
+    draws = Replay([])
+    chain = draft_chain(steps_of(Models("plain", VOCAB, seed=0)), rule, draws, max_tokens=4)
+    assert (len(chain), draws.made) == (expected, expected), "what was drawn is submitted"
 
 
 def test_a_config_is_checked_again_when_it_is_used() -> None:

@@ -80,7 +80,7 @@ def test_the_after_head_has_no_verdict_on_the_first_candidate() -> None:
     assert make_head().estimate(make_step(index=0)) is None
 
 
-@pytest.mark.parametrize("inputs", ["after", "before"])
+@pytest.mark.parametrize("inputs", ["after", "before", "path"])
 @pytest.mark.parametrize("size", [1e20, 3e38])
 def test_estimates_are_probabilities_even_if_the_head_overflows(inputs: str, size: float) -> None:
     """Finite weights whose products are not: inf - inf is no number, and nothing that compares it comes to an end."""
@@ -89,6 +89,19 @@ def test_estimates_are_probabilities_even_if_the_head_overflows(inputs: str, siz
         for place, parameter in enumerate(head.parameters()):
             parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
     assert 0.0 <= probability(head, make_step(index=1, token=3)) <= 1.0
+
+
+@pytest.mark.parametrize("token", [None, 3])
+def test_a_path_head_is_one_layer_and_needs_no_candidate(token: int | None) -> None:
+    """Of a state that may hold more than the head reads."""
+    head, step = make_head(inputs="path", num_blocks=3), make_step(index=2)
+    step.token = None if token is None else torch.tensor(token)  # type: ignore[assignment]
+    expected = (head.output.weight[0] @ step.hidden + head.output.bias[0]).sigmoid()
+    assert_close(head.estimate(step), expected)
+    step.hidden = torch.cat((step.hidden, torch.ones(2)))
+    assert_close(head.estimate(step), expected)
+    assert sum(each.numel() for each in head.parameters()) == SIZE + 1
+    assert probability(AcceptanceHead(SIZE, inputs="path"), step) == 0.5
 
 
 @pytest.mark.parametrize("token", range(VOCAB))
@@ -208,7 +221,7 @@ def test_a_head_is_rebuilt_from_its_config(inputs: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"inputs": "during"}, "inputs='during' must be 'after' or 'before'"),
+    ({"inputs": "during"}, "inputs='during' must be one of path, before, after"),
     ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
     ({"num_blocks": -1}, "num_blocks=-1 from 0 to 64"),
     ({"rank": 0}, "rank=0 must be at least 1"),

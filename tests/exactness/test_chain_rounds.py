@@ -49,7 +49,8 @@ def test_every_rule_is_covered() -> None:
     "False-block, at once-threshold/after, untied-plain", "False-block, at once-threshold/before-nothing to propose",
     "False-block, at once-throughput/after, untied-draft vocabulary", "False-token, at once-fixed-end of sequence",
     "False-token, at once-threshold/after, tied-p almost q", "False-token, at once-threshold/before-p equals q",
-    "False-token, at once-throughput/after, untied-one-hot rows",
+    "False-token, at once-throughput/after, untied-one-hot rows", "False-block-threshold/path-plain",
+    "False-token-throughput/path-temperature", "False-block, at once-threshold/path-end of sequence",
 )  # fmt: skip
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("rule", RULES)
@@ -127,6 +128,16 @@ class Withdraws(ToyRound):
         chain = super().draft(randomness, rule, prefix)
         confidence = float(chain.drawn_from[-1].softmax(dim=-1)[chain.candidates[-1]])
         return Chain(chain.candidates[:-1], chain.drawn_from[:-1]) if confidence < 0.3 else chain
+
+
+class DropsWhatItHasSeen(ToyRound):
+    """Takes the candidate back at which the rule stops, as if its estimate had been known before the draw."""
+
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+        chain = super().draft(randomness, rule, prefix)
+        assert isinstance(rule, Threshold)
+        count = len(chain) - (len(chain) > 1 and 1.0 - rule.chance > rule.h)
+        return Chain(chain.candidates[:count], chain.drawn_from[:count])
 
 
 class ReportsAnotherTemperature(ToyRound):
@@ -207,3 +218,17 @@ MUTANTS = [
 @pytest.mark.parametrize(("mutant", "verifier"), [(m, v) for m in MUTANTS for v in ("block", "token")])
 def test_mutants_are_caught(mutant: type[ToyRound], verifier: str, rule: str) -> None:
     assert is_caught(mutant(Models("plain", 3, seed), rule, (1, 3), seed, verifier) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("verifier", ["block", "token"])
+@pytest.mark.parametrize("rule", ["threshold/draft probability", "threshold/before"])
+def test_a_candidate_that_its_estimate_has_seen_is_not_dropped(rule: str, verifier: str) -> None:
+    assert is_caught(DropsWhatItHasSeen(Models("plain", 3, seed), rule, (1, 3), seed, verifier) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("verifier", ["block", "token"])
+def test_a_candidate_that_its_estimate_has_not_seen_may_stay_undrawn(verifier: str) -> None:
+    """As for the mutant above, but with estimates of what came before: this is the product code."""
+    assert not is_caught(
+        ToyRound(Models("plain", 3, seed), "threshold/path", (1, 3), seed, verifier) for seed in SEEDS[:2]
+    )

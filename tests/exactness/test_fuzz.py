@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches import cached_context as text
-from hf_specdecpp.generation import single_target as prefix
+from hf_specdecpp.generation import single_target
 from hf_specdecpp.models.cpu import weight_copies
 from hf_specdecpp.sampling.processors import Processing
 
@@ -172,7 +172,7 @@ def test_many_random_batches() -> None:
 
 def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's positions counted from the mask instead of continued from the last."""
-    extend = prefix.extended
+    extend = single_target.extended
 
     def counted(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
         extended = extend(model_kwargs, count)
@@ -180,19 +180,19 @@ def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
             extended["position_ids"] = mask.cumsum(-1) - 1
         return extended
 
-    monkeypatch.setattr(prefix, "extended", counted)
+    monkeypatch.setattr(single_target, "extended", counted)
 
 
 def tree_at_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree's root at the position that equals its row in the cache."""
-    real: Any = prefix.TargetContext.tree_inputs
+    real: Any = single_target.TargetContext.tree_inputs
 
-    def at_its_row(text: prefix.TargetContext, *arguments: Any, **how: Any) -> dict[str, Any]:
+    def at_its_row(text: single_target.TargetContext, *arguments: Any, **how: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = real(text, *arguments, **how)
         inputs["position_ids"] = inputs["position_ids"] + text.rows - inputs["position_ids"][..., :1]
         return inputs
 
-    monkeypatch.setattr(prefix.TargetContext, "tree_inputs", at_its_row)
+    monkeypatch.setattr(single_target.TargetContext, "tree_inputs", at_its_row)
 
 
 def rolled_back_one_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""The exact distribution of whole generations with EAGLE-3 drafts, Gemma 4 assistants and multi-token layers, and with
-drafts that have a temperature of their own.
+"""The exact distribution of whole generations with EAGLE-3 drafts, Gemma 4 assistants, multi-token layers and PARD, and
+with drafts that have a temperature of their own.
 
 Everything is product code and transformers' own classes, from the files that layers are read from and the hooks that
 catch the target's states to the caches that are rolled back; only the random numbers are replaced by a `Replay`.
@@ -19,7 +19,7 @@ from support.enumeration.stock_rounds import VOCAB
 from support.enumeration.whole_generations import NEW_TOKENS, Enumerate, assert_caught, assert_exactly_p, change_drafts
 from support.files.gemma4_files import FULL, SLIDING, Variant, target_for
 from support.files.mtp_files import Files
-from support.targets.models import configured, random_layer, tiny
+from support.targets.models import configured, of_pard, random_layer, tiny
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -70,7 +70,14 @@ def early_exit() -> Pair:
     return target, SpecDecPPAssistant.from_early_exit(target, 2)
 
 
+def pard() -> Pair:
+    """The mask token may be drafted, too."""
+    target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=2)
+    return target, SpecDecPPAssistant.from_draft(of_pard(target, 0.7), target)
+
+
 PAIRS: dict[str, Callable[[], Pair]] = {
+    "pard": pard,
     "eagle3, all": partial(eagle3, None),
     "eagle3, some": partial(eagle3, [1, 3]),
     "gemma4, all": partial(gemma4, Variant((SLIDING, FULL))),
@@ -93,7 +100,8 @@ def pair(name: str, **speculation: Any) -> Pair:
 
 @pytest.mark.daily(
     "eagle3, all-chain, block", "eagle3, some-chain, throughput", "gemma4, all-static, block", "mtp-chain, token",
-    "mtp, hybrid target-chain, block", "early exit, colder-static, token", takes=5,
+    "mtp, hybrid target-chain, block", "early exit, colder-static, token", "pard-chain, block", "pard-dyspec, token",
+    takes=5,
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_generate_emits_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
@@ -180,11 +188,13 @@ def test_mutants_of_trees_by_the_rule_are_caught(
     "eagle3, some-chain, block-told_another0", "eagle3, some-dyspec, block-told_another1",
     "gemma4, clusters-dyspec, block-told_another0", "early exit, colder-chain, block-told_another",
     "mtp-chain, token-of_the_next", "mtp, two layers-chain, token-of_the_next",
-    "mtp, hybrid target-chain, token-of_the_next", takes=4,
+    "mtp, hybrid target-chain, token-of_the_next", "pard-chain, token-of_the_next", takes=4,
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "shape", "mutate"), [
     *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (AS_IF_OF_ALL, HOTTER)),
     ("mtp", "dyspec, block", HOTTER),
+    ("pard", "dyspec, block", HOTTER),
+    ("pard", "chain, token", of_the_next),
     ("early exit, colder", "chain, block", WITHOUT_ITS_OWN_TEMPERATURE),
     ("gemma4, all", "chain, token", not_the_likeliest),
     *product([name for name in PAIRS if name[:3] == "mtp"], ["chain, token"], (HOTTER, of_the_next, unlikely)),

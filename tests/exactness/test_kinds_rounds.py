@@ -251,8 +251,8 @@ class OnePathForAll(KindTree):
 
 
 class AnotherBias(KindRound):
-    """q is returned with the bias of another token than the one before: of the sequence's last token at each place, of
-    a draft's id in the place of the target's, or of the token before that; or for the next row."""
+    """q is returned with the bias of a wrong token or row: of the sequence's last token at each place, of a draft's id
+    where the target's belongs, of the token before that, or of the next row."""
 
     def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         chain = super().draft(randomness, rule, prefix)

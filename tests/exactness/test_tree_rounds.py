@@ -21,7 +21,7 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import verify_sampled, verify_tree
 
 TOLERANCE, ALGORITHMS = 1e-12, ["dyspec", "dyspec-exact", "static"]
-EVERY, ESTIMATORS = [*ALGORITHMS, "throughput"], ["draft probability", "before"]
+EVERY, ESTIMATORS = [*ALGORITHMS, "throughput"], ["draft probability", "before", "path"]
 
 
 def error_of(program: ToyTree, vocab: int = 3) -> float:
@@ -36,7 +36,7 @@ def error_of(program: ToyTree, vocab: int = 3) -> float:
     "False-block-throughput-draft probability-top-k", "False-block-throughput-before-p equals q",
     "False-token-dyspec-draft probability-draft vocabulary", "False-token-dyspec-exact-draft probability-temperature",
     "False-token-dyspec-exact-before-one-hot rows", "False-token-static-draft probability-end of sequence",
-    "False-token-throughput-before-plain",
+    "False-token-throughput-before-plain", "False-block-throughput-path-plain", "False-token-dyspec-path-temperature",
 )  # fmt: skip
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from support.targets.models import VOCAB_SIZE, assistant_of, prompt, tiny
 from torch import Tensor
 from transformers import Qwen3Config
 
-from hf_specdecpp.generation import single_target as prefix
+from hf_specdecpp.generation import single_target
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import FrequencyChange, frequency_changes
 
@@ -78,7 +78,7 @@ def test_texts_across_the_change(kind: str, draft: str, speculation: dict[str, A
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 def test_passes_over_both_sides_differ(kind: str, speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "frequency_changes", lambda _: [])
+    monkeypatch.setattr(single_target, "frequency_changes", lambda _: [])
     target = target_of(kind)
     assistant = assistant_of("early_exit", target, **speculation)
     if kind == "phi3" and speculation is TREE:

@@ -54,6 +54,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int
 
 def texts(ids: Tensor, target: Any, assistant: Any, **how: Any) -> Tensor:
     defaults: dict[str, Any] = {"max_new_tokens": 24, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    torch.manual_seed(0)
     text: Tensor = target.generate(ids, assistant_model=assistant, **defaults, **how)
     return text.cpu()
 

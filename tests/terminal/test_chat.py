@@ -76,7 +76,7 @@ def test_a_conversation(kind: str, target: str, assistant: str) -> None:
     result = chat(target, "w1 w2 w3", "", "w4 w5", options=given)
     assert answers_of(result) == plain(target, "w1 w2 w3", "w4 w5")
     output = result.stdout
-    drafts = assistant if given else "text that was seen before"
+    drafts = assistant if given else "lookups in earlier text"
     assert re.match(rf"target     {target} \(float32 on cpu, \d+ threads?\)\nassistant  {drafts}\n", output)
     assert "Type a message, or /help." in output
     assert re.search(r"12 tokens in \d+\.\d s, \d+\.\d tokens/s, \d\.\d\d tokens per target pass$", output, re.M)

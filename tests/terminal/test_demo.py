@@ -51,7 +51,7 @@ def test_demo_compares_and_reports(target: str) -> None:
 
 def test_without_an_assistant_candidates_are_looked_up(target: str) -> None:
     output = show(target, "--max-new-tokens", "4").output
-    assert "assistant  text that was seen before\n" in output
+    assert "assistant  lookups in earlier text\n" in output
     for each in read_prompts(str(demo.QUESTIONS)):
         assert f"{each.id}: {each.messages[0]['content']}\n" in output
         assert re.search(rf"^ *{each.id} +4( +\d+\.\d\d){{3}} *$", output, flags=re.MULTILINE)

@@ -60,7 +60,7 @@ def test_siblings_come_once_they_promise_to_save_what_trying_the_models_takes(st
     for _ in range(4):
         assert torch.equal(target.generate(prompt(), assistant_model=assistant, **OPTIONS), plain)
         trees.append((sum(assistant.stats.tree_depths), target in attention._passed))
-    assert assistant.stats.decided["tree"] == "where siblings pay"
+    assert assistant.stats.decided["tree"] == "where siblings are worth their time"
     assert trees[0] == (0, False), "a chain is a tree of one branch, with lookups too"
     assert (trees[-1][0] > 0, trees[-1][1]) == ((False, False) if steep else (True, True))
 

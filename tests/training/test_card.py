@@ -129,7 +129,7 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
     results: Any = card.data
     assert len(results.eval_results) == 2 * 2 * 4
     assert len({result.dataset_name for result in results.eval_results}) == 2 * 2, "each set keeps its name"
-    assert f"On {report['device']}, float32." in card.text
+    assert f"on {report['device']}, float32." in card.text
 
 
 BY = "(speculative decoding with [hf_specdecpp](https://pypi.org/project/hf-specdecpp/)).\n"
@@ -146,10 +146,10 @@ def test_the_card_begins_with_what_was_measured(speedup: float, same_passes: flo
     others = [{**row, "contestant": name, "speedup": 9.0} for name in ("plain", "lookup", "prompt lookup 2")]
     other_set = {**row, "contestant": "ours", "set": "other", "speedup": 9.0}
     said = opening({"rows": [*others, {**row, "contestant": "worse", "speedup": 0.5}, row, other_set]})
-    claim = "`generate()` of the target faster without changing one token of what it says"
+    claim = "`generate()` of the target faster; the output is unchanged"
     assert said.startswith(f"{begins} {claim}\n{BY}")
     assert f"{speedup:.2f} ({speedup - 0.1:.2f} to {speedup + 0.1:.2f}) times the speed of plain" in said
-    assert said.endswith("at best (ours; sums, temperature 0).")
+    assert said.endswith("in the fastest setting (ours; sums, temperature 0).")
 
 
 def test_the_card_of_what_was_not_measured_says_so(run: TrainingConfig, card: ModelCard, tmp_path: Path) -> None:
@@ -157,8 +157,10 @@ def test_the_card_of_what_was_not_measured_says_so(run: TrainingConfig, card: Mo
     assert "1.90 (1.72 to 2.00) times" in card.text.split("\n\n")[1]
     SpecDecPPAssistant.from_early_exit(tiny("llama"), 1).save_pretrained(tmp_path)
     plain = ModelCard((tmp_path / "README.md").read_text()).text.split("\n\n")[1]
-    assert plain.startswith(f"Drafts for `generate()` of the target without changing one token of what it says\n{BY}")
-    assert "How fast that is has not been measured" in plain
+    assert plain.startswith(
+        f"Proposes tokens that `generate()` of the target verifies, so that its output is unchanged\n{BY}"
+    )
+    assert "The speed has not been measured yet" in plain
     assert "faster" not in plain
     assert opening({"rows": [{**SPEED_ROW, "contestant": "plain", "speedup": 1.0}]}) == plain
 
@@ -176,23 +178,27 @@ def test_the_card_says_what_training_did_not_help() -> None:
         assert unhelped(helped) == []
     not_kept = unhelped(trained({"1.00": 0.4, "0.33": 0.45, "0.00": 0.5}))
     assert not_kept == [
-        "Training did not help the draft: a candidate is accepted with probability 0.500 without it, with it at most "
-        "0.450."
+        "Training did not help the draft: a candidate is accepted with probability 0.500 without training, and with "
+        "it at most 0.450."
     ]
     fitted = trained({"1.00": 0.55, "0.00": 0.6}, 0.6)
-    assert "probability 0.600 without it, with it at most 0.550" in unhelped(fitted)[0], "least squares are better"
+    assert "probability 0.600 without training, and with it at most 0.550" in unhelped(fitted)[0], (
+        "least squares are better"
+    )
     silent, said_of = ((0.8, 0.5), (0.6, 0.3)), ((0.6, 0.5), (0.5, 0.3), (0.5, 0.5), (0.2, 0.11))
     for auc, kl in (*silent, *said_of):
         said = unhelped(trained({"1.00": 0.6}, 0.6, auc, kl))
         assert bool(said) is ((auc, kl) in said_of)
-        begins = "Training did not help the head" if kl > 0.4 else "The head knows how often candidates are accepted, b"
+        begins = "Training did not help the head" if kl > 0.4 else "The head estimates how often candidates "
         assert all(each.startswith(begins) and f": its AUC is {auc:.3f} and" in each for each in said)
     assert len(unhelped({**trained({}, auc=0.6, kl=0.5), "distillation": {"before": {}}})) == 1
 
 
 def test_the_card_shows_speeds(card: ModelCard) -> None:
-    title, rows = next((title, rows) for title, rows in tables(card).items() if title.startswith("`specdecpp bench"))
-    assert title == "`specdecpp bench --assistant out` on a slow machine, 1 thread, float32."
+    title, rows = next(
+        (title, rows) for title, rows in tables(card).items() if title.startswith("Measured by `specdecpp bench")
+    )
+    assert title == "Measured by `specdecpp bench --assistant out` on a slow machine, 1 thread, float32."
     assert rows[2:] == [
         ["sums", "0", "plain", "1,234.6", "1.00 (1.72 to 2.00)", "1.25 (1.10 to 1.30)", "–", "5"],
         ["sums", "0", "ours", "2,345.7", "1.90 (1.72 to 2.00)", "1.25 (1.10 to 1.30)", "3.21", "5"],
@@ -217,10 +223,10 @@ def test_the_card_names_the_runs_that_came_before(run: TrainingConfig) -> None:
     results["distillation"]["begun"] = earlier
     config = load_config(repository)
     text = str(make_card(config, load_head(repository, config), results))
-    assert ", begun with what 1,234 tokens and 2 epochs of an earlier run had taught it" in text
+    assert ", continued from an earlier run of 1,234 tokens and 2 epochs" in text
     assert text.index(
         "of 1,234 tokens and 2 epochs. Its settings:\n\n```yaml\ntarget: org/earlier\n```\n"
-    ) < text.index("That run went on from another one, of 567 tokens and 3 epochs. Its settings were not kept.\n")
+    ) < text.index("That run continued another run, of 567 tokens and 3 epochs. Its settings were not stored.\n")
 
 
 @pytest.mark.takes(2)

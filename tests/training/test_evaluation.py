@@ -200,10 +200,11 @@ def test_expected_rates_are_what_coins_give(rule: float) -> None:
 
 
 @pytest.mark.parametrize(("inputs", "estimates"), [
-    ("before", [0.9, 0.9, 0.5, 0.9]), ("after", [0.9, 0.5, 0.9, 0.9]),
+    ("before", [0.9, 0.9, 0.5, 0.9]), ("after", [0.9, 0.5, 0.9, 0.9]), ("path", [0.9, 0.9, 0.9, 0.5]),
 ])  # fmt: skip
 def test_a_threshold_counts_the_candidate_that_stops(inputs: str, estimates: list[float]) -> None:
-    """The verdict of a head that judges "after" comes with the next candidate, so one more is drafted."""
+    """The verdict of a head that judges "after" comes with the next candidate, so one more is drafted; that of one that
+    knows the "path" comes before the draw, so one less."""
     rows = {"index": torch.arange(4), "label": torch.ones(4), "scalars": torch.zeros(4, 6)}
     true, judged = survivals(rows, {"head": torch.tensor(estimates)}, inputs)
     assert lengths(0.5, true, judged["head"]).tolist() == [3]

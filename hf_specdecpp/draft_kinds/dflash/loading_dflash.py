@@ -15,12 +15,15 @@ from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, read_own, target_of
 from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, DFlashSettings, read_settings
+from hf_specdecpp.draft_kinds.dflash.exporting_dflash import write_dspark
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
-from hf_specdecpp.draft_kinds.draft_kind import Config, PublishedKind, Tensors, pinned
+from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, PublishedKind, Tensors, pinned
+from hf_specdecpp.files import Repository, Weights, read_fields
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
 from hf_specdecpp.models.target_states import FINAL
+from hf_specdecpp.serving import Destination, Exported
 
 Settings = TypeVar("Settings", bound=DFlashSettings)
 
@@ -34,9 +37,11 @@ RENAMED = (
 )
 # Ignored: buffers, and the target's norm, which speculators stores for training.
 NAMES = Names(
-    RENAMED,
-    r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$",
-    lambda name: ORIGINAL.get(name, name),
+    RENAMED, r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$", lambda name: ORIGINAL.get(name, name)
+)
+HEADS = (
+    "With a head that is known before a candidate is drawn (specdecpp train --head-only) it is exported as a DSpark "
+    "draft; other heads read the candidate or its state, which engines do not have when they ask"
 )
 OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # settings: modules of `DFlashModel`
 
@@ -52,7 +57,7 @@ class DFlash(PublishedKind):
         "later one, and engines have not been tried with such blocks, so nothing is exported. They serve EAGLE-3 "
         "drafts: specdecpp train --draft eagle3."
     )
-    own_layers = True
+    own_layers = serves_heads = True
     cannot = {
         "late verdicts": "judges the state at a candidate, which a block does not read",
         "draft vocabulary": "a block has the target's own LM head, so it proposes all tokens",
@@ -66,7 +71,7 @@ class DFlash(PublishedKind):
     title = "DFlash draft"
     settings_class, model_class = DFlashSettings, DFlashModel
     drafter = DFlashDraft
-    served_by = "vLLM and SGLang serve it from its own repository, with the method dflash"
+    served_by = f"vLLM and SGLang serve it from its own repository, with the method dflash. {HEADS}"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         blocks = f"DFlash blocks, which read states of {target}"
@@ -104,6 +109,13 @@ class DFlash(PublishedKind):
         """Return tensors with the names of the original format, and `d2t` and `t2d`."""
         tensors = NAMES.in_file(state or module.state_dict(), dtype)
         return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
+        """Write a DSpark checkpoint: the published draft, with the head of an assistant (`inputs="path"`)."""
+        source = Repository(str(config.draft_id), config.draft_revision)
+        raw = read_fields(source.file("config.json"), self.most_config_bytes)
+        tensors = NAMES.here(Weights.of(source).all(), source.full_name)
+        return write_dspark(raw, NAMES.in_file(tensors, None), parts.module.settings, to)
 
     def misfit(self, module: DFlashModel, target: CausalLM) -> str | None:
         config, settings = target.config.get_text_config(decoder=True), module.settings

@@ -241,6 +241,12 @@ class DFlashDraft(StateDraft):
         )
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
+    def along(self, hidden: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states of candidates that follow given tokens, for an acceptance head and for `logits`, and the
+        memory of their own successors. The arguments are those of `after`; in a plain block the states are the rows'.
+        """
+        return hidden, memory
+
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of candidates after the tokens `previous` `[...]`, drawn or the last of the sequence, and
         the `memory` `[..., m]` of their paths, which begins with 0. `logits` `[..., d]` (`head_logits`) and `hidden`
@@ -295,10 +301,11 @@ class BlockSession(DraftingSession):
         logits, hidden = self._block()
         if (place := len(candidates)) >= len(logits):
             return None
-        previous = candidates[-1] if candidates else self._anchor[0, 0]
+        previous = (candidates[-1] if candidates else self._anchor[0, 0]).to(hidden.device)
         memory = self._memory.get(place - 1, self._nothing)
-        after, self._memory[place] = self.draft.after(previous.to(hidden.device), logits[place], hidden[place], memory)
-        return self.draft.of_target(after, self.vocab_size), hidden[place]
+        state, _ = self.draft.along(hidden[place], previous, memory)
+        after, self._memory[place] = self.draft.after(previous, logits[place], hidden[place], memory)
+        return self.draft.of_target(after, self.vocab_size), state
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         """Rows of the block are shared by nodes of equal depth, and each node adds to them (`after`) by its own path.
@@ -311,10 +318,11 @@ class BlockSession(DraftingSession):
         previous = torch.tensor([tree.tokens[node] for node in nodes], device=hidden.device)
         previous = previous.where(depths > 0, self._anchor[0].to(hidden.device))
         memory = torch.stack([self._memory.get(tree.parents[node], self._nothing) for node in nodes])
+        states, _ = self.draft.along(hidden[rows], previous, memory)
         after, memory = self.draft.after(previous, logits[rows], hidden[rows], memory)
         self._memory.update(zip(nodes, memory, strict=True))
         after = after.masked_fill((depths > rows)[:, None], float("-inf"))
-        return self.draft.of_target(after, self.vocab_size), hidden[rows]
+        return self.draft.of_target(after, self.vocab_size), states
 
     def commit_path(self, path: list[int]) -> None:
         """Does nothing: accepted candidates are read in the next round, with the target's states."""
@@ -341,6 +349,7 @@ class BlockSteps(RoundSteps):
         super().__init__(draft, vocab_size, draft.model, draft.reads.width)
         self.draft, self.model = draft, draft.model
         self.num_layers, self.most = len(self.model.layers), draft.settings.places
+        self.behind = draft.settings.block_size
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         draft, states = self.draft, window.states
@@ -362,8 +371,9 @@ class BlockSteps(RoundSteps):
         for place in range(hidden.shape[1]):
             rows, width = slice(place, place + 1), previous.shape[1]
             own, given = (each[:, rows].expand(-1, width, -1) for each in (hidden, logits))
+            states, _ = draft.along(own, previous, memory)
             given, memory = draft.after(previous, given, own, memory)
-            level = yield draft.of_target(given, self.vocab_size), own
+            level = yield draft.of_target(given, self.vocab_size), states
             previous, parents = level.tokens, level.parents[..., None]
             memory = memory.gather(1, parents.expand(-1, -1, memory.shape[-1]))
 

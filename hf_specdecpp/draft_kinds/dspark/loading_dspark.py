@@ -14,10 +14,11 @@ from transformers.utils import logging
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.draft_kinds.acceptance import agreement, texts_for
 from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, target_of
-from hf_specdecpp.draft_kinds.dflash.loading_dflash import DFlash, with_own_modules
+from hf_specdecpp.draft_kinds.dflash.loading_dflash import HEADS, DFlash, with_own_modules
 from hf_specdecpp.draft_kinds.draft_kind import Config, pinned
 from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings, is_embedded, nested, read_block, read_settings
 from hf_specdecpp.draft_kinds.dspark.modeling_dspark import DSparkDraft, DSparkModel
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import tokenizer_of
 
@@ -31,7 +32,7 @@ class DSpark(DFlash):
     name = "dspark"
     title = "DSpark draft"
     settings_class, model_class, drafter = DSparkSettings, DSparkModel, DSparkDraft
-    served_by = "vLLM and SGLang serve it from its own repository, with the method dspark"
+    served_by = f"vLLM and SGLang serve it from its own repository, with the method dspark. {HEADS}"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         blocks = f"DSpark blocks, which read states of {target}"
@@ -54,6 +55,17 @@ class DSpark(DFlash):
             size = read_block(raw).layer_config().head_dim
             tensors = {name: in_halves(name, tensor, size) for name, tensor in tensors.items()}
         return super().read(raw, tensors, source)
+
+    def head_of(self, module: Any) -> AcceptanceHead | None:
+        if module is None or module.confidence_head is None:
+            return None
+        proj = module.confidence_head.proj
+        width = module.config.hidden_size + module.settings.markov_rank
+        head = AcceptanceHead(width, inputs="path").requires_grad_(False)
+        head.output.weight[:, : proj.in_features] = proj.weight  # further inputs have the weight 0
+        head.output.bias[:] = proj.bias
+        head.is_published = True
+        return head
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
         """If the repository does not say which row proposes the first candidate, measures the `agreement` of both

@@ -1,5 +1,5 @@
 """The DSpark draft (DeepSpec, 2026): a DFlash block (`modeling_dflash`), a bias of low rank by the token drawn before
-(`MarkovHead`), and an estimate of acceptance that is known before the draw (`DSparkDraft.confidence`).
+(`MarkovHead`), and an estimate of acceptance that is known before the draw (`ConfidenceHead`).
 
 One pass over the block gives a state h_k and logits U_k for each candidate k. Candidates are then drawn from left to
 right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the last token of the sequence:
@@ -9,11 +9,8 @@ right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the l
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings
@@ -49,7 +46,10 @@ class MarkovHead(nn.Module):
     def forward(self, previous: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the float32 bias `[..., d]`, and s' `[..., memory_size]`; the arguments are those of
         `DFlashDraft.after`."""
-        e = self.embed(previous)
+        return self.bias(self.embed(previous), hidden, memory)
+
+    def bias(self, e: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, given the embedding e of the token before."""
         if self.kind == "gated":
             e = self.gate_proj(torch.cat((hidden, e), dim=-1)).sigmoid() * e
         if self.kind == "rnn":
@@ -60,16 +60,12 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """One linear layer on a row's state, and with `confidence_with_markov` on the embedding of the token before."""
+    """The weights of a linear layer on a row's state, and with `confidence_with_markov` on the embedding of the token
+    before. `DSpark.head_of` makes an acceptance head of them."""
 
     def __init__(self, settings: DSparkSettings, hidden_size: int) -> None:
         super().__init__()
         self.proj = nn.Linear(hidden_size + settings.markov_rank * settings.confidence_with_markov, 1)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return float32 log-odds `[...]` of features `[..., hidden_size]` or `[..., hidden_size + r]`."""
-        weight, bias = self.proj.weight.float(), self.proj.bias.float()
-        return functional.linear(features.float(), weight, bias)[..., 0]
 
 
 class DSparkModel(DFlashModel):
@@ -92,22 +88,27 @@ class DSparkDraft(DFlashDraft):
         self.agreement = model.agreement
         self.memory_size = 0 if model.markov_head is None else model.markov_head.memory_size
 
+    @property
+    def hidden_size(self) -> int:
+        return super().hidden_size + int(self.model.settings.markov_rank)
+
+    def along(self, hidden: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """As in `DFlashDraft`: the state of candidate k is [h_k; e; s], with the state s of rnn, if any."""
+        markov = self.model.markov_head
+        if markov is None:
+            return hidden, memory
+        state = torch.cat((hidden, markov.embed(previous), memory), dim=-1)
+        return state, markov(previous, hidden, memory)[1] if self.memory_size else memory
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        if (markov := self.model.markov_head) is None:
+            return super().logits(hidden, vocab_size)
+        sizes = super().hidden_size, int(self.model.settings.markov_rank), self.memory_size
+        own, e, memory = hidden.split(sizes, dim=-1)
+        return self.of_target(self.head_logits(own) + markov.bias(e, own, memory)[0], vocab_size)
+
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         if self.model.markov_head is None:
             return logits, memory
         bias, memory = self.model.markov_head(previous, hidden, memory)
         return logits + bias, memory
-
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Return the confidence head's float32 log-odds `[...]` that a candidate will be accepted, known before it is
-        drawn; the draft must have such a head (`model.confidence_head`).
-
-        Args:
-            hidden: `[..., hidden_size]`, h_k: the state of the row that proposes the candidate.
-            previous: `[...]`, the token before the candidate, drawn or the last of the sequence.
-        """
-        head: Any = self.model.confidence_head
-        if self.settings.confidence_with_markov:
-            hidden = torch.cat((hidden, self.model.markov_head.embed(previous)), dim=-1)
-        odds: Tensor = head(hidden)
-        return odds

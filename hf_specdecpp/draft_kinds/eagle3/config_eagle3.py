@@ -19,11 +19,7 @@ OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_l
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Settings and layer arguments that `from_pretrained(..., eagle3={...})` may override, with their types.
 # `own_embeddings=False` uses the target's embeddings although the file contains some.
-OVERRIDES: dict[str, Any] = {
-    **dict.fromkeys((*FLAGS, "own_embeddings"), bool),
-    "rope_theta": float,
-    "reads": list[int],
-}
+OVERRIDES: dict[str, Any] = {**dict.fromkeys((*FLAGS, "own_embeddings"), bool), "rope_theta": float, "reads": list[int]}
 
 
 @dataclass(frozen=True)
@@ -126,18 +122,20 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     check_numbers({"layer": layer, **sizes})
     needed = {name: layer.get(name) for name in ("vocab_size", "hidden_size")}
     check_values({**sizes, **needed}, {**dict.fromkeys((*sizes, *needed), int), "draft_vocab_size": int | None})
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+    outputs = raw.get("target_layer_ids")  # DeepSpec, always outputs of layers
+    ids = outputs or eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
         raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target in whole numbers, since the "
-            "draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
+            f"{'target_layer_ids' if outputs else 'eagle_aux_hidden_state_layer_ids'}={ids!r} must list layers of the "
+            "target in whole numbers, since the draft reads their outputs. Correct it in config.json, or leave it out "
+            "and say eagle3={'reads': [...]}."
         )
     if is_nested and ids and 0 in ids:
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
             f"hf_specdecpp reads outputs of layers. {checkpoints.INSTEAD}."
         )
-    reads = overrides.get("reads")
+    reads = overrides.get("reads") or outputs
     if reads is None and is_nested and ids and ids[0] > 1:  # a first id of 1 may count outputs (converted checkpoints)
         reads = [each - 1 for each in ids]
     reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False

@@ -76,7 +76,8 @@ class Eagle3(PublishedKind):
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> Eagle3Model:
         given, named = config_eagle3.read_config(raw, overrides), NAMES.here(tensors, source)
         if MARK not in named:  # an ordinary model, a draft of EAGLE-1 or 2, or heads of another method
-            raise ValueError(checkpoints.not_of_form(source, TITLE, [original(MARK)], []))
+            older = " It is an EAGLE-1 or EAGLE-2 draft." if "reader.fc.weight" in named else ""
+            raise ValueError(checkpoints.not_of_form(source, TITLE, [original(MARK)], []) + older)
         return build(settings_of(given, named), tensors, source)
 
     def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Eagle3Model]:

@@ -93,7 +93,7 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Model(PreTrainedModel):
-    """The weights of a draft. Uses the target's embeddings and LM head if the draft has none of its own (`meet`).
+    """The weights of a draft. Uses the target's embeddings and LM head if the draft has none of its own (`set_target`).
 
     Attributes:
         settings: sizes and variants of the draft.

@@ -198,7 +198,7 @@ class LayerRows:
 
     Attributes:
         count: rows in the cache.
-        states: `[1, n, hidden_size]`, states of the rows from `first` on; `None` before the first `offer`.
+        states: `[1, n, hidden_size]`, states of the rows from `first` on; `None` before the first `write`.
     """
 
     def __init__(self, drafter: Drafter) -> None:

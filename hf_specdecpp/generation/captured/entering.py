@@ -143,11 +143,11 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
         spare = SPARE if speculation.rule == "throughput" else 0
         draft = CapturedDraft(steps, shapes, len(texts), greedy, spare)
         known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds())
-    rounds, most = known[key]
+    rounds, fastest = known[key]
     follows = speculation.rule == "threshold" and not speculation.draws_trees
     tiers: Tiers = RuleShapes(shapes if follows else shapes[-1:])
     if speculation.rule == "throughput":
-        tiers, most.rates = most, generator.learned_rates()
+        tiers, fastest.rates = fastest, generator.learned_rates()
     return GraphDrafts(texts, rounds, rules, tiers)
 
 
@@ -187,7 +187,7 @@ def _why_not(side: TargetSide) -> str | None:
     if modes := active_modes():
         return f"the call is made in a mode of PyTorch, {type(modes[0]).__name__}, which a graph would not call"
     if config.output_hidden_states or config.output_attentions:
-        return "the states or attentions of all layers are asked for"
+        return "the states or attentions of all layers are requested"
     given = {name for name, value in model_kwargs.items() if value is not None and value is not cache}
     if model_kwargs.get(IMAGES) == {}:
         given.remove(IMAGES)
@@ -209,11 +209,11 @@ def why_not_whole(texts: Sequence[OutputText]) -> str | None:
     if (steps := generator.round_steps) is None:
         return "the steps of this draft are not captured"
     if generator.corrections is not None:
-        return "what the target said lately is looked up on the host"
+        return "the draft's logits are mixed with the target's latest choices on the host"
     if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):
-        return "costs that are given or assumed are reckoned with on the host"
+        return "given or assumed costs are used on the host"
     if any(text.records.logits is not None or text.records.scores is not None for text in texts):
-        return "scores or logits are asked for"
+        return "scores or logits are requested"
     if generator.processing.in_order:
         return "a logits processor has to be called token by token, in order"
     return _why_no_tree(speculation, generator.setup.decisions, steps) if speculation.draws_trees else None

@@ -88,7 +88,7 @@ class GraphDrafts(Drafts):
         self.rounds.propose(self.shape, self.rules, length)
 
     def verify(self) -> list[RoundReport]:
-        """Launch the target's pass with the verification, and wait for the results."""
+        """Called by `RoundGraphs.read`: launch the target's pass with the verification, and wait for the results."""
         reports = self.rounds.verify(self.shape, self.rules, self.process)
         if isinstance(self.tiers, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.tiers.seconds.record_round(self.shape, time.perf_counter() - self._launched)
@@ -192,7 +192,7 @@ class RoundGraphs(GraphTarget):
 
     def commit(self, rounds: Sequence[Round]) -> None:
         """Count the emitted tokens as cached; the graphs have updated the caches of both models."""
-        self.passes.context.num_tokens += rounds[0].emitted.kept
+        self.passes.context.num_tokens += rounds[0].emitted.kept  # used for single sequences only
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):

@@ -48,7 +48,7 @@ class WarmUp:
 
 
 class WarmUpDecoding(AssistedDecoding):
-    """A generation that runs every pass or round that may be captured, in caches of each size ("rooms")."""
+    """A generation that runs every pass or round that may be captured, in caches of each size."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

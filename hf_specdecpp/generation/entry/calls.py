@@ -82,7 +82,7 @@ class Call:
 
 
 def decoding_of(
-    call: Call, assistant: Assistant, input_ids: Tensor, kind: type[AssistedDecoding] = AssistedDecoding
+    call: Call, assistant: Assistant, input_ids: Tensor, decoding: type[AssistedDecoding] = AssistedDecoding
 ) -> Callable[[Tensor], Any]:
     """Prepare a call with an assistant. Returns a function of `input_ids` `[batch, length]` that runs it and gives the
     output of `generate()`. `ValueError` if the call is not supported, before any forward pass or random number."""
@@ -99,7 +99,7 @@ def decoding_of(
         check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
         check_foreign(target, cache, count)
         return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
-    run = partial(_run, _text_decoding(call, assistant, input_ids.shape[1], kind).run, cache, unused)
+    run = partial(_run, _text_decoding(call, assistant, input_ids.shape[1], decoding).run, cache, unused)
     return run if given is cache else partial(_run_static, run, given, cache)
 
 
@@ -116,7 +116,7 @@ def _growing(call: Call, input_ids: Tensor) -> Call:
     return replace(call, config=config, model_kwargs=kwargs)
 
 
-def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
+def _text_decoding(call: Call, assistant: Assistant, length: int, decoding: type[AssistedDecoding]) -> AssistedDecoding:
     """The decoding of a single sequence with a prompt of `length` tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     foreign = check_foreign(target, cache_among(model_kwargs), 1)
@@ -138,7 +138,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     else:
         generator.begin_text(length)
         text, draft = OutputText(*parts), Drafts()
-    return kind([text], draft, SingleTarget(target, text, config, model_kwargs, foreign), on_graphs)
+    return decoding([text], draft, SingleTarget(target, text, config, model_kwargs, foreign), on_graphs)
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:

@@ -52,10 +52,13 @@ Report: TypeAlias = dict[str, dict[str, float]]  # metrics by source
 
 
 def run(config: TrainingConfig) -> None:
-    """Choose the draft vocabulary, and train the draft, or only evaluate it if `distill.enabled` is off. `ValueError`
-    if there are no rollouts, rollouts or draft do not fit the target, or the loss is not finite."""
+    """Choose the draft vocabulary, and train the draft, or only evaluate it if `distill.enabled` is off; the stage
+    `eval` measures published drafts. `ValueError` if there are no rollouts, rollouts or draft do not fit the target, or
+    the loss is not finite."""
     work, state = config.work, trainers.process_state()
     answers.record(work)  # raises `ValueError` if there are no answers
+    if config.ready_made is not None:
+        return
     own = [work / name for name in config.own_files]
     made = [*(work / name for name in OWN), *own, *(path.with_suffix(".json") for path in own)]
     record = trainers.Record(work / REPORT, _settings(config), made)

@@ -260,10 +260,10 @@ def _carry(attention: Any, wanted: Tensor, squares: Tensor, room: int) -> None:
 
 
 class LastLayer:
-    """The last layer of a target: the inputs of its MLP, and the MLP's weights for a draft's own layer.
+    """The last layer of a target: the inputs of its MLP's norm, and weights of MLP and norm for a draft's own layer.
 
     If the MLP has another form, or a norm after it (Gemma), no weights are copied, and the layer's output is recorded
-    instead of the MLP's input.
+    instead.
     """
 
     def __init__(self, target: CausalLM, ours: Any) -> None:

@@ -14,9 +14,8 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.draft_kinds.conditioned import Fusion
-from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import usual_reads
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Model
 from hf_specdecpp.draft_kinds.known import EAGLE3, kind_of
@@ -119,10 +118,6 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
     """The draft to train, which proposes the tokens `vocab` `[n]`, or all tokens. `ValueError` if the draft in
     `distill.start_from` does not fit."""
     config, distill, target = inputs.config, inputs.config.distill, inputs.target
-    if config.ready_made is not None:
-        described = SpecDecPPConfig(draft_kind=config.kind.name, draft_id=config.ready_made)
-        draft: Any = config.kind.make(described, Parts(module=inputs.earlier), Loading(target=target))
-        return OwnLayersDraft(draft, distill.unroll if draft.blocks_after is None else draft.places)
     depth = models.depth_of(target)
     middle = sorted({min(2, depth - 1), depth // 2, max(depth - 2, 0)})  # of 30 layers 2, 15 and 28
     if config.kind.own_layers:
@@ -157,7 +152,7 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
 
 @torch.no_grad()
 def _copy_weights(draft: AdaptedDraft, work: Path, kind: DraftKind) -> None:
-    """Copy the adapter and the fusion of another run into `draft`. `ValueError` if their shapes differ."""
+    """Copy adapter and fusion of another run into `draft`. `ValueError` if one is missing or has another shape."""
     if not (work / ADAPTER_FOLDER).is_dir():
         raise ValueError(f"distill.start_from={str(work)!r} has no trained adapter. Name the work_dir of a run.")
     theirs = read_adapter(work / ADAPTER_FOLDER).loras

@@ -77,21 +77,9 @@ class DistilledDraft(nn.Module):
 
     def _read(self, input_ids: Tensor, answers: Tensor, states: Tensor | None) -> Tensor:
         """The inputs of the draft's LM head, `[positions, steps, hidden_size]`."""
-        if states is None:
-            steps = [self.drafter.hidden_states(input_ids)]
-        elif self.drafter.blocks_after is None:
-            steps = list(unrolled(self.drafter, input_ids, states, self.unroll))
-        else:
-            return self._read_blocks(input_ids, answers, states)
+        rounds = [] if states is None else unrolled(self.drafter, input_ids, states, self.unroll)
+        steps = list(rounds) or [self.drafter.hidden_states(input_ids)]
         return torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
-
-    def _read_blocks(self, input_ids: Tensor, answers: Tensor, states: Tensor) -> Tensor:
-        """`_read` of block drafts: each position is the first candidate of a block, the second of another block, ..."""
-        first = max(int(answers.any(0).nonzero()[0]) - self.unroll + 1, 1)
-        anchors = torch.arange(first, answers.shape[1], device=answers.device).expand(len(answers), -1)
-        blocks = self.drafter.blocks_after(input_ids, states, anchors)
-        rows, places = answers.nonzero().unbind(1)
-        return torch.stack([blocks[rows, places - place - first, place] for place in range(self.unroll)], 1)
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
         """The result of `forward` with `measure`; q is 0 at token ids that the draft does not have."""
@@ -144,7 +132,7 @@ class AdaptedDraft(DistilledDraft, PeftModel):
 
 
 class OwnLayersDraft(DistilledDraft):
-    """A draft with own layers (EAGLE-3, DFlash). All weights but those of embeddings and LM head are trained."""
+    """A draft with own layers (EAGLE-3). All weights but those of embeddings and LM head are trained."""
 
     def __init__(self, drafter: Any, unroll: int = 1, loss: str = "kl") -> None:
         super().__init__()

@@ -161,8 +161,19 @@ def test_a_window_of_no_size(size: Any) -> None:
 
 def test_domino_by_its_architecture_alone() -> None:
     assert recognise({"architectures": ["DominoDraftModel"]}) is DFLASH
-    with pytest.raises(ValueError, match="hidden_size is missing"):
+    with pytest.raises(ValueError, match="holds a Domino draft .DFlash with a recurrent network"):
         read_settings({"architectures": ["DominoDraftModel"]})
+
+
+@pytest.mark.parametrize(("changes", "name"), [
+    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2 draft .DFlash with convolutions"),
+    ({"speculators_model_type": "dflash2"}, "DFlash2 draft"),
+    ({"dflash_config": {"projector_type": "domino"}}, "Domino draft"),
+    ({"speculators_model_type": "peagle", "dflash_config": {}}, "P-EAGLE draft"),
+])  # fmt: skip
+def test_relatives_are_refused_by_name(changes: dict[str, Any], name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"holds a {name}.*hf_specdecpp cannot draft with. Load an EAGLE-3"):
+        load(PLAIN.save(tmp_path, **changes))
 
 
 def parts_of(target: Any) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 And beside transformers' own class and generator, with the same weights, where they are."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,26 @@ def test_every_round(name: str, dialect: str, tmp_path: Path) -> None:
     for count in range(1, len(ROUNDS) + 1):
         session = begun(draft, states, ROUNDS[:count])
         close(rows(session, draft.places), formulas(checkpoint, dialect, target, ROUNDS[count - 1]))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_jetspec(causal: bool, tmp_path: Path) -> None:
+    """`dflash_config.causal_head`: rows of a block see no later rows. So if it is true, the first candidates do not
+    depend on the length of the block, and if it is false, they do."""
+    target, found = target_for(), []
+    for size in (5, 3):
+        checkpoint = Checkpoint(block_size=size)
+        nested = {**checkpoint.config()["dflash_config"], "causal_head": causal}
+        folder = checkpoint.save(tmp_path / str(size), dflash_config=nested)
+        draft = SpecDecPPAssistant.from_pretrained(folder, target=target).ready_drafter()
+        found.append(rows(begun(draft, states_of(target, draft, TEXT), ROUNDS), size - 1))
+        expected = [
+            formulas(replace(checkpoint, is_causal=each), "original", target, ROUNDS[-1]) for each in (True, False)
+        ]
+        close(found[-1], expected[not causal])
+        assert float((found[-1] - expected[causal]).abs().max()) > 1e-2
+    assert (float((found[0][:2] - found[1]).abs().max()) < 1e-5) == causal
 
 
 def test_the_formulas_differ() -> None:

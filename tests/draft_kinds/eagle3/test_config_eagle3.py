@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.files.checkpoints import edited, in_shards
-from support.files.eagle3_files import HIDDEN, READS, VARIANTS
-from support.files.eagle3_loading import PLAIN, load, refused, settings_of
+from support.files.checkpoints import edited, in_shards, written
+from support.files.eagle3_files import HIDDEN, READS, VARIANTS, VOCAB, Checkpoint
+from support.files.eagle3_loading import PLAIN, drafted, load, refused, settings_of
 from support.files.repos import change_json
 from support.targets.models import tiny
 from torch import Tensor
 
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import readings
 
 
@@ -50,7 +51,7 @@ def of_plain_layer(**others: Tensor) -> dict[str, Tensor]:
 
 
 def test_other_drafts_are_refused_by_their_tensors(tmp_path: Path) -> None:
-    """The sentence names what is missing and what is unexpected; no other draft is known by name."""
+    """The sentence names what is missing and what is unexpected."""
     wide, no_mark = PLAIN.tensors(), "missing midlayer.hidden_norm.weight"
     for name, tensors, match in (
         ("eagle", of_plain_layer(**{"fc.weight": torch.ones(HIDDEN, 2 * HIDDEN)}), no_mark),
@@ -62,6 +63,44 @@ def test_other_drafts_are_refused_by_their_tensors(tmp_path: Path) -> None:
     ):
         said = f"this is not an EAGLE-3 draft of the form that this package reads: {match}.*Load an EAGLE-3 or DFlash"
         refused(small_llama(tmp_path / name, tensors), said)
+    refused(tmp_path / "eagle", "It is an EAGLE-1 or EAGLE-2 draft")
+
+
+@pytest.mark.parametrize("said", [{"speculators_model_type": "peagle"}, {"ptd_token_id": 5}, {"pard_token": 5}])
+def test_p_eagle_is_refused_by_name(said: dict[str, Any], tmp_path: Path) -> None:
+    refused(PLAIN.save(tmp_path, **said), "holds a P-EAGLE draft .EAGLE-3 that proposes several tokens with one pass")
+
+
+DEEPSPEC = Checkpoint(qwen3=True, vocab=VOCAB, own_embeddings=True, num_reads=2)
+
+
+def deepspec(folder: Path, **changes: Any) -> Path:
+    """A draft of DeepSpec: the target's config, changed in place, and tensors under `layers.0`."""
+    config = {name: value for name, value in DEEPSPEC.config("original").items() if name != "eagle_config"}
+    config |= {"architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1, "ttt_length": 7,
+               "target_layer_ids": [2, 1], "num_target_layers": 3, "draft_vocab_size": ...}  # fmt: skip
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in DEEPSPEC.tensors().items()}
+    return written(folder, tensors, {**config, **changes})
+
+
+def test_layer_ids_of_deepspec_count_outputs(tmp_path: Path) -> None:
+    """Ids that others would count from inputs; and it drafts as the same weights in the original dialect."""
+    original, ids, target = (tmp_path / "original", {"eagle_aux_hidden_state_layer_ids": [2, 1]}, tiny("llama"))
+    made = [
+        SpecDecPPAssistant.from_pretrained(deepspec(tmp_path / "deepspec"), target),
+        SpecDecPPAssistant.from_pretrained(DEEPSPEC.save(original), target, eagle3={"reads": [2, 1]}),
+        SpecDecPPAssistant.from_pretrained(DEEPSPEC.save(tmp_path / "inputs", eagle_config=ids), target),
+    ]
+    reads = [each.ready_drafter().model.settings.reads for each in made]
+    assert reads == [[2, 1], [2, 1], [1, 0]]
+    theirs, same, others = (drafted(each, target) for each in made)
+    assert torch.equal(theirs, same)
+    assert not torch.allclose(theirs, others)
+
+
+@pytest.mark.parametrize("ids", [[1, "2"], "12", [-1, 2], [True, 2]])
+def test_layer_ids_of_deepspec_that_make_no_sense(ids: Any, tmp_path: Path) -> None:
+    refused(deepspec(tmp_path, target_layer_ids=ids), "target_layer_ids=.* must list layers of the target")
 
 
 def test_an_ordinary_llama_of_one_layer(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.devices.capturing import CHAIN, Drawn, generate
 from support.devices.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
-from support.targets.models import assistant_of, quiet_later_layers, tiny
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.targets.outputs import PROCESSORS
 from support.targets.watchers import heard
 from torch import Tensor
@@ -62,6 +62,17 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
         full = [each for each in expected if each[0] == CHAIN["num_tokens"]]
         assert rounds[: len(full) - 1] == full[:-1]
         assert len(full) > 2
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind == "pard" or "dflash" in kind])
+def test_a_block_longer_than_its_chain_has_room(kind: str, tmp_path: Path) -> None:
+    """Near the end of a room of 256, where the chain would still fit."""
+    target, assistant = made(kind, tmp_path, rule="fixed", num_tokens=2)
+    ids = 1 + prompt(245) % (target.config.vocab_size - 1)
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    text = target.generate(ids, assistant_model=assistant, **how)
+    assert assistant.stats.decided["rounds"] == "captured"
+    assert torch.equal(text, target.generate(ids, **how))
 
 
 @pytest.mark.daily("conditioned")
@@ -243,13 +254,13 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lookups": ({**CHAIN, "lookup": True}, {}, "lookups are made on the host"),
     "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
     "a static tree": ({"tree": [3, 2, 1]}, {}, "only trees of Algorithm 2"),
-    "scores": (CHAIN, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are asked for"),
+    "scores": (CHAIN, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are requested"),
     "a processor": (
         CHAIN,
         PROCESSORS["logits_processor"],
         "a logits processor has to be called token by token, in order",
     ),
-    "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "costs that are given or assumed"),
+    "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "given or assumed costs"),
 }
 
 

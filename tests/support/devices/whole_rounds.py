@@ -22,7 +22,7 @@ from support.targets.models import assistant_of, configured, prompt, quiet_later
 Made = tuple[CausalLM, SpecDecPPAssistant]
 TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 9, "min_p": 0.01}
-KINDS = ["independent", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [
+KINDS = ["independent", "pard", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [
     "dflash windows", "dflash windows alone", "dspark deepspec, rnn", "dspark speculators, rnn", "dspark liquid"
 ] * RETURNS_CHOSEN  # fmt: skip
 

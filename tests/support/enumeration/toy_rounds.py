@@ -27,9 +27,11 @@ RULES: dict[str, dict[str, Any]] = {
     "threshold/after, tied": {"threshold": 0.5},
     "threshold/after, untied": {"threshold": 0.5},
     "threshold/before": {"threshold": 0.6},
+    "threshold/path": {"threshold": 0.7},
     "throughput/draft probability": {"costs": {"draft": 0.2, "verify": [1.0]}},
     "throughput/after, untied": {"costs": {"draft": 0.2, "verify": [1.0]}},
     "throughput/before": {"costs": {"draft": 0.2, "verify": [1.0]}},
+    "throughput/path": {"costs": {"draft": 0.2, "verify": [1.0]}},
 }
 
 
@@ -125,11 +127,14 @@ class Models:
 
 def make_estimator(name: str, seed: int) -> Estimator:
     """The estimator of an entry of `RULES`; heads have random weights that matter to their verdict."""
-    if "after" not in name and "before" not in name:
+    if name in ("q", "fixed") or "draft probability" in name:
         return DraftProbability()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        if "before" in name:
+        if "path" in name:
+            head = AcceptanceHead(HIDDEN_SIZE, inputs="path")
+            head.output.weight.normal_()
+        elif "before" in name:
             head = AcceptanceHead(HIDDEN_SIZE, num_blocks=1, inputs="before", rank=4)
             for layer in (head.output, head.from_scalars[-1]):  # an untrained head only repeats q(y)
                 assert isinstance(layer, nn.Linear)

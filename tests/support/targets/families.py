@@ -27,7 +27,7 @@ CHUNKED: dict[str, Any] = {
 }
 # What the zoo calls them, and what is different from it.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "dory": ("text", "dory", {"n_input_layers": 1, "n_recurrent_layers": LAYERS - 2, "n_output_layers": 1}),
+    "dory": ("text", "dory", {}),
     "ettin": ("text", "modernbert-decoder", {**WINDOWED, **ZERO}),
     "gemma3n": ("text", "gemma3n_text", WINDOWED),
     "gemma4": ("text", "gemma4_text", WINDOWED),

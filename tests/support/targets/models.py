@@ -114,6 +114,13 @@ def partly_agreeing(target: CausalLM, mix: float = 0.96, seed: int = 1) -> Causa
     return draft
 
 
+def of_pard(target: CausalLM, mix: float = 0.9, **changes: Any) -> CausalLM:
+    """A PARD draft: `partly_agreeing`, and its config names a mask token. Candidates after the first are luck."""
+    draft = partly_agreeing(target, mix)
+    draft.config.update({"pard_token": 2, "spd_type": "pard", **changes})
+    return draft
+
+
 def random_fusion(target: CausalLM, reads: Sequence[int] = (0, 1), share: float = 0.1) -> Fusion:
     """A fusion that mostly passes the embedding on, so that a draft of the first layers guesses some tokens."""
     scale = share * target.get_input_embeddings().weight.std().float().cpu()
@@ -187,12 +194,14 @@ def configured(assistant: Any, **knobs: Any) -> Any:
 
 
 def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
-    """An attached assistant with a draft that is `"independent"`, an `"early_exit"`, `"conditioned"` or `"eagle3"`.
+    """An attached assistant with a draft: `"independent"`, `"pard"`, an `"early_exit"`, `"conditioned"` or `"eagle3"`.
 
     An early exit and a conditioned draft have two of the target's layers, one where it has no more than two."""
     if kind == "independent":
         made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
         return made
+    if kind == "pard":
+        return configured(SpecDecPPAssistant.from_draft(of_pard(target), target), **speculation)
     layers = min(2, target.config.num_hidden_layers - 1)
     if kind == "early_exit":
         assistant = SpecDecPPAssistant.from_early_exit(target, layers)

@@ -46,6 +46,12 @@ MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 CHUNKS = {"mamba_chunk_size": 8}  # to which each pass is filled up; by default 256 tokens
 EQUAL_HEADS = {"num_key_value_heads": 4}  # of multi-head latent attention
+KIMI = {
+    **EQUAL_HEADS,
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    "linear_num_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+}
 MULTI_HEAD_LATENT = (
     "axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa",
     "minicpm3", "mistral_large4_text", "sarvam_mla", "youtu",
@@ -70,8 +76,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), {"scale_factor": 1}),
     "paligemma": {"projection_dim": 32},
     "big_bird": {"block_size": 2, "num_random_blocks": 1, "attention_type": "block_sparse"},
+    "bailing_hybrid": {**KIMI, "n_group": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
     "bamba": {**MAMBA, **CHUNKS, "attn_layer_indices": [1, 3]},
     "doge": {"keep_window_size": WINDOW},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": LAYERS - 2, "n_output_layers": 1},
     "dots1": {**EQUAL_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ernie4_5_moe": {"moe_k": 2},
     "falcon": {"num_ln_in_parallel_attn": None},
@@ -91,7 +99,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention"] * (LAYERS // 2),
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {**EQUAL_HEADS, "linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2},
+    "kimi_linear": {**KIMI, "num_experts_per_token": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "llama4_text": {"floor_scale": WINDOW, "intermediate_size_mlp": 48},
@@ -127,10 +135,9 @@ NOT_BUILT: dict[str, str] = {
             "image apertus1p5", "image chameleon", "image cohere_compass", "image deepseek_ocr2", "image dots3_note",
             "image emu3", "image ernie4_5_vl_moe", "image florence2", "image glm5_next", "image granite4_vision",
             "image hunyuan_vl", "image inkling2", "image inkling2_loop", "image mistral4", "image molmo2",
-            "image muse_spark", "image nemotron_h_omni", "image qwen4_exp", "text bailing_hybrid",
-            "text cohere_compass_text", "text dbrx", "text dory", "text dots3_note", "text gemma4_assistant",
-            "text kimi_linear", "text musicgen", "text musicgen_melody", "text qwen4_exp", "text qwen4_exp_text",
-            "text reformer", "text xlstm", "text zamba",
+            "image muse_spark", "image nemotron_h_omni", "image qwen4_exp", "text cohere_compass_text", "text dbrx",
+            "text dots3_note", "text gemma4_assistant", "text musicgen", "text musicgen_melody", "text qwen4_exp",
+            "text qwen4_exp_text", "text reformer", "text xlstm", "text zamba",
         ),
         "its sizes have to agree with one another in a way that generic ones do not",
     ),

@@ -1,0 +1,121 @@
+"""A DFlash or DSpark draft with a confidence head that was fitted here, as a DSpark checkpoint for other engines.
+
+The draft's own files are copied. A DFlash draft gets a Markov head of zeros, without which engines load no confidence
+head: it adds nothing to the logits, so q stays the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping
+from hf_specdecpp.draft_kinds.dflash.config_dflash import TRANSFORMERS, DFlashSettings
+from hf_specdecpp.draft_kinds.draft_kind import Config, Tensors
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
+from hf_specdecpp.estimation.estimators import MODES
+from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
+from hf_specdecpp.serving import Destination, Exported
+
+TEMPERATURES = "confidence_temperatures.json"  # of SGLang: a factor for each place
+RANK = 8  # of a Markov head of zeros
+NAMED = {"architectures": ["DSparkDraftModel"]}
+MARKOV, CONFIDENCE = "markov_head.markov_", "confidence_head."
+NOTES = [
+    "The confidence head decides how many candidates are verified: with enable_adaptive_verification (vLLM), "
+    f"SGLANG_RAGGED_VERIFY_MODE and a temperature for each place in {TEMPERATURES} (SGLang), or --spec-draft-conf-min, "
+    "the least confidence, which has to be tuned (llama.cpp). The calibration learned while generating stays here.",
+    "These files and commands follow the engines' sources; they have not been run with an engine.",
+]
+
+
+def write_dspark(raw: Config, tensors: Tensors, settings: DFlashSettings, to: Destination) -> Exported:
+    """Write the checkpoint, and for SGLang the temperatures of the head's calibration.
+
+    Args:
+        raw, tensors: the published config, and the tensors by their names in the original format.
+        settings: those of the draft; `to.head` has `inputs="path"`.
+
+    Raises:
+        ValueError: engines read no DSpark draft of this form.
+    """
+    head: Any = to.head
+    if raw.get("model_type") == TRANSFORMERS or settings.reads != sorted(set(settings.reads)):
+        raise ValueError(
+            f"The draft is of model_type {raw.get('model_type')!r} and reads layers {settings.reads}. Engines read "
+            "DSpark drafts in the format of z-lab or speculators, whose layers ascend, so nothing is exported. Look "
+            "for the draft in another format."
+        )
+    size, vocab_size = settings.layer["hidden_size"], settings.layer["vocab_size"]
+    written = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
+    if f"{MARKOV}w1.weight" not in written:
+        like = written["fc.weight"]
+        written[f"{MARKOV}w1.weight"] = like.new_zeros(vocab_size, RANK)
+        written[f"{MARKOV}w2.weight"] = like.new_zeros(settings.draft_vocab_size or vocab_size, RANK)
+    folded, temperatures = fold(head, settings.places)
+    fields = {
+        "block_size": settings.block_size,
+        "mask_token_id": settings.mask_token_id,
+        "sample_from_anchor": settings.samples_anchor,
+        "markov_rank": written[f"{MARKOV}w1.weight"].shape[1],
+        "markov_head_type": getattr(settings, "markov_head", "vanilla"),
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": head.hidden_size > size,
+    }
+    save_tensors(written | folded, to.folder / CHECKPOINT)
+    save_text(json.dumps({"temperatures": temperatures}) + "\n", to.folder / TEMPERATURES)
+    described = config_of(raw, fields, settings.reads)
+    save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
+    return Exported(commands_for(to, settings.places), [*NOTES])
+
+
+def commands_for(to: Destination, places: int) -> dict[str, list[str]]:
+    """Return shell commands that serve a draft of `places` candidates and act on its confidence head, by engine."""
+    target, draft, gguf = to.target or "TARGET", str(to.output), f"{to.output}.gguf"
+    settings = {"method": "dspark", "model": draft, "num_speculative_tokens": places}
+    vllm = json.dumps({**settings, "enable_adaptive_verification": True}, separators=(",", ":"))
+    words = {
+        "vLLM": [["vllm", "serve", target, "--speculative-config", vllm]],
+        "SGLang": [
+            ["env", "SGLANG_RAGGED_VERIFY_MODE=compact", "python", "-m", "sglang.launch_server"]
+            + ["--model-path", target, "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", draft]
+            + ["--speculative-num-draft-tokens", str(places + 1)]  # counts the last token of the sequence
+            + ["--speculative-dspark-confidence-sts-path", f"{draft}/{TEMPERATURES}"]
+        ],
+        "llama.cpp": [
+            ["python", "convert_hf_to_gguf.py", draft, "--target-model-dir", target, "--outfile", gguf],
+            ["llama-server", "-m", f"{Path(target).name}.gguf", "--spec-type", "draft-dspark", "-md", gguf]
+            + ["--spec-draft-n-max", str(places), "--spec-draft-conf-min", "0.5"],
+        ],
+    }
+    return {engine: [shlex.join(command) for command in commands] for engine, commands in words.items()}
+
+
+def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str, Any]:
+    """Return a published `config.json` with the fields of DSpark at the top level (drafts of speculators, and SGLang's
+    modules) and, unless it is of speculators, in `dflash_config` (SGLang's settings)."""
+    if SPECULATORS in raw:
+        named = {**mapping(raw, "speculators_config"), "algorithm": "dspark"}
+        return {**raw, **fields, **NAMED, SPECULATORS: "dspark", "speculators_config": named}
+    fields = {**fields, "target_layer_ids": reads}
+    parts = {name: {**mapping(raw, name), **fields} for name in ("dflash_config", "dspark_config") if raw.get(name)}
+    parts["dflash_config"] = {**parts.get("dflash_config", fields), "projector_type": "dspark"}
+    own = {} if "DSpark" in str(raw.get("architectures")) else NAMED
+    return {**raw, **fields, **own, **parts}
+
+
+def fold(head: AcceptanceHead, places: int) -> tuple[Tensors, list[float]]:
+    """Return the tensors of a DSpark confidence head that include the bias of the head's calibration, for sampled
+    generation if known, and its mean temperature; and what is left of the temperatures, one for each place."""
+    known = [head.calibration[mode] for mode in MODES if mode in head.calibration]
+    calibration = known[0] if known else Calibration()
+    found = [calibration.temperatures[min(place, len(calibration.temperatures) - 1)] for place in range(places)]
+    mean = math.exp(sum(map(math.log, found)) / places)
+    weight, bias = head.output.weight.detach().cpu() / mean, (head.output.bias.detach().cpu() + calibration.bias) / mean
+    tensors = {f"{CONFIDENCE}proj.weight": weight, f"{CONFIDENCE}proj.bias": bias}
+    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}, [each / mean for each in found]
