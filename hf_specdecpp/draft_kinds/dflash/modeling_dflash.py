@@ -374,8 +374,7 @@ class BlockSteps(RoundSteps):
             states, _ = draft.along(own, previous, memory)
             given, memory = draft.after(previous, given, own, memory)
             level = yield draft.of_target(given, self.vocab_size), states
-            previous, parents = level.tokens, level.parents[..., None]
-            memory = memory.gather(1, parents.expand(-1, -1, memory.shape[-1]))
+            previous, memory = level.tokens, level.of_parents(memory)
 
     def _places(self, count: int, size: int, last: Tensor) -> Tensor:
         """Offsets `[texts, count + size]` from the cache's length of the rows of window and block. The block starts at
