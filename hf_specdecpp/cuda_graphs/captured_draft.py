@@ -222,6 +222,7 @@ class CapturedDraft:
         cache.length.copy_(before)
 
     def _draw_chain(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
+        """Submitted are the candidates up to the one at which the rule stops, unless its estimate was known before."""
         levels, places = shape.levels, span(shape.levels, self.device)
         (logits, hidden), drawn, judged = next(steps), [], []
         for place in range(taken := max(levels, self.steps.least)):
@@ -241,21 +242,16 @@ class CapturedDraft:
             if place + 1 < taken:
                 logits, hidden = steps.send(DrawnLevel(step.token))
         self.count.copy_(num_drawn(torch.cat(drawn, dim=1), rules.greedy))
-        if judged:
-            together = torch.cat(judged, dim=1)
+        if judged and rules.estimator is not None:
+            together, lag = torch.cat(judged, dim=1), lag_of(rules.estimator)
             self.estimates[:, : len(judged)] = together
-            self.count.copy_(self._until_stop(together, levels, rules).minimum(self.count))
-
-    def _until_stop(self, estimates: Tensor, levels: int, rules: RoundRules) -> Tensor:
-        """`[texts]`, number of candidates up to the one at which the rule stops, at least `rules.min_tokens`. The
-        candidate itself is not counted if its estimate was known before the draw."""
-        if rules.threshold is None:
-            return self.count
-        lag = 0 if rules.estimator is None else lag_of(rules.estimator)  # estimates may be one candidate late or early
-        survival = self._calibrated(estimates).cumprod(-1)
-        survival = functional.pad(survival, (lag, levels - estimates.shape[1] - lag), value=1.0)
-        places = span(levels + 1, self.device)[1:]
-        return count_until((1.0 - survival > rules.threshold) & (places >= rules.min_tokens))
+            if rules.threshold is not None:
+                # Estimates may be one candidate late or early.
+                survival = functional.pad(
+                    self._calibrated(together).cumprod(-1), (lag, levels - len(judged) - lag), value=1.0
+                )
+                may_stop = span(levels + 1, self.device)[1:] >= rules.min_tokens
+                self.count.copy_(count_until((1.0 - survival > rules.threshold) & may_stop).minimum(self.count))
 
     def _draw_tree(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         nodes, width, places = shape.nodes, shape.width, span(shape.nodes + 1, self.device)
