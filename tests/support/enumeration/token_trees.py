@@ -45,7 +45,8 @@ def one_by_one(model: CausalLM, text: Tensor, nodes: Tensor) -> Tensor:
 @torch.no_grad()
 def prefill(model: CausalLM, text: Tensor, record: bool = True) -> Any:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    read(model, text, use_cache=True, **{cache_argument(model): cache})
+    arguments: dict[str, Any] = {cache_argument(model): cache}
+    read(model, text, use_cache=True, **arguments)
     if record:
         cache.activate_past_recording()
     return cache
