@@ -11,10 +11,11 @@ so in bfloat16 passes over several tokens and compiled passes often choose the o
 a near-tie are counted separately. In float32 all outputs should be equal.
 
 Contestants, one after the other on the same prompts: plain and compiled `generate()`
-(`cache_implementation="static"`), transformers' assisted generation with the same draft, economize (PyPI, `pip install
-economize==0.3.2`) with the same draft and CUDA graphs if installed, and this package: captured plain passes, chains of
-3, 5 and 7, trees of 15 and 30, and `rule="throughput"`; in batches only chains. The row of captured plain passes
-separates the gain of the graphs from the gain of speculation.
+(`cache_implementation="static"`), transformers' assisted generation with the same draft, also with a static cache, with
+which it compiles the target's passes, economize (PyPI, `pip install economize==0.3.2`) with the same draft and CUDA
+graphs if installed, and this package: captured plain passes, chains of 3, 5 and 7, trees of 15 and 30, and
+`rule="throughput"`; in batches only chains. The row of captured plain passes separates the gain of the graphs from the
+gain of speculation. `--prompt 4096` or `16384` shows what long texts cost.
 """
 
 import argparse
@@ -77,7 +78,7 @@ DRY_RUN = [  # these come first, so that given arguments override them
     "--ours", "ours, 3 candidates", "ours, tree of 15", "ours, throughput",
 ]  # fmt: skip
 PLAIN, COMPILED, CAPTURED = "plain generate()", "plain generate(), compiled", "plain passes, captured by us"
-ECONOMIZE = "economize, 5 candidates, its graphs"
+ASSISTED, ECONOMIZE = "transformers' assisted, 5 candidates", "economize, 5 candidates, its graphs"
 PROMPT, SAMPLE = 64, 128  # tokens
 NEAR = 4  # units of the dtype's precision, of the best logit
 
@@ -110,7 +111,7 @@ class Result:
 
 def built(shape: dict[str, Any], device: str, dtype: torch.dtype) -> CausalLM:
     config = LlamaConfig(
-        **shape, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        **shape, max_position_embeddings=32768, bos_token_id=None, eos_token_id=None, pad_token_id=0,
         initializer_range=0.05,
     )  # fmt: skip
     old = torch.get_default_dtype()
@@ -154,12 +155,12 @@ class Contest:
         files: an empty folder, or where the draft of this target has been saved.
     """
 
-    def __init__(self, target: CausalLM, new_tokens: int, rows: int, files: Path) -> None:
+    def __init__(self, target: CausalLM, new_tokens: int, rows: int, files: Path, prompt: int = PROMPT) -> None:
         self.target, self.new_tokens, self.rows, self.files = target, new_tokens, rows, files
         generator = torch.Generator().manual_seed(0)
         vocab = target.config.vocab_size
         self.prompts = [
-            torch.randint(1, vocab, (rows, PROMPT), generator=generator).to(target.device) for _ in range(4)
+            torch.randint(1, vocab, (rows, prompt), generator=generator).to(target.device) for _ in range(4)
         ]
 
     def generate(self, ids: Tensor, **options: Any) -> Tensor:
@@ -233,7 +234,10 @@ def contestants(contest: Contest, compiles: bool, fuse: bool, ours: list[str]) -
             "constant",
         )
         draft.generation_config.assistant_confidence_threshold = 0.0
-        found["transformers' assisted, 5 candidates"] = lambda n: contest.run(max(n // 2, 1), assistant_model=draft)
+        assisted = partial(contest.run, assistant_model=draft)
+        found[ASSISTED] = lambda n: assisted(max(n // 2, 1))
+        if compiles:
+            found[f"{ASSISTED}, compiled"] = lambda n: assisted(max(n // 2, 1), cache_implementation="static")
     if importlib.util.find_spec("economize") is not None:
         found[ECONOMIZE] = contest.economize
     if contest.rows == 1:
@@ -321,6 +325,7 @@ def main() -> None:
     parser.add_argument("--ours", nargs="*", choices=OURS, default=list(OURS))
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 4], help="all but the first at one rate")
     parser.add_argument("--new_tokens", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="bfloat16 by default; on a CPU float32")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=280.0, help="what would begin after these is left out")
@@ -347,7 +352,7 @@ def main() -> None:
         for place, rate in enumerate(options.rates):
             found = set_agreement(target, rate)
             for rows in options.batch_sizes[: 1 if place else None]:
-                contest = Contest(target, options.new_tokens, rows, Path(files.name))
+                contest = Contest(target, options.new_tokens, rows, Path(files.name), options.prompt)
                 compiles = not options.no_compile and place == 0 and rows == 1
                 print(f"## {shape}, the draft right {found:.2f} of the time, batch of {rows}\n", flush=True)
                 # The other rates show the loss with a poor draft.

@@ -159,6 +159,22 @@ def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert all("rounds captured" in row[7] for row in [*rows[0][5:], *rows[1][3:]])
 
 
+def test_bench_gpu_has_the_rival_with_compiled_passes() -> None:
+    """transformers compiles the target's passes of assisted generation if the cache is static."""
+    names = runpy.run_path(str(FOLDER / "bench_gpu.py"), run_name="bench_gpu")
+    target = names["built"](names["SHAPES"]["tiny"], "cpu", torch.float32)
+    asked: list[dict[str, Any]] = []
+    contest = SimpleNamespace(target=target, rows=1, run=lambda _, **options: asked.append(options), economize=None)
+    for compiles in (False, True):
+        found = names["contestants"](contest, compiles, False, [])
+        rivals = [name for name in found if "assisted" in name]
+        assert len(rivals) == 1 + compiles
+        for name in rivals:
+            found[name](1)
+    assert [options.get("cache_implementation") for options in asked] == [None, None, "static"]
+    assert all("assistant_model" in options for options in asked)
+
+
 @pytest.mark.parametrize(("second", "near"), [(9.97, True), (9.5, False)])
 def test_bench_gpu_tells_near_ties_from_other_texts(second: float, near: bool) -> None:
     """In bfloat16 rounding can change logits of 10 by a sixteenth or so."""

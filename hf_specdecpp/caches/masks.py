@@ -7,6 +7,7 @@ nodes. Windows are measured in positions of the sequence, not in rows of the cac
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.checks import WITHOUT_ASSISTANT
 
 MASKED = ("sdpa", "eager")  # implementations of attention that take a mask of any shape
+GROUPED = "specdecpp_grouped"  # the attention of captured passes (`cuda_graphs.model_copy`)
 # Config fields of families that attend to a choice of earlier tokens, made over rows or blocks of rows of the cache.
 SPARSE = ("keep_window_size", "index_topk_blocks", "num_random_blocks")
 # Kinds of layer with a window, the config field of its size, and transformers' function that makes its mask.
@@ -80,13 +82,22 @@ def layer_types(config: Any, num_layers: int) -> list[str]:
 def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
     """`[rows, 1, n_query, kv]` from bool `[rows, n_query, kv]`, or from `[n_query, kv]` for one row.
 
-    Additive for eager attention, which adds its mask to the scores, so that a bool mask would hide nothing.
+    Additive for eager attention, which adds its mask to the scores, so that a bool mask would hide nothing. For grouped
+    attention additive and `[rows, 1, group * n_query, kv]`, made once for all layers of a pass.
     """
-    seen = seen.view(-1, 1, *seen.shape[-2:])
-    if model.config.get_text_config(decoder=True)._attn_implementation != "eager":
+    seen, config = seen.view(-1, 1, *seen.shape[-2:]), model.config.get_text_config(decoder=True)
+    if (implementation := config._attn_implementation) not in ("eager", GROUPED):
         return seen
     mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(model.dtype).min)
+    if implementation == "eager":
+        return mask.masked_fill_(~seen, torch.finfo(model.dtype).min)
+    return mask.masked_fill_(~seen, float("-inf")).repeat(1, 1, _group(config), 1)
+
+
+def _group(config: Any) -> int:
+    """Number of query heads that share a head of keys and values."""
+    heads = config.num_attention_heads
+    return int(heads // (getattr(config, "num_key_value_heads", None) or heads))
 
 
 def check_windows(target: CausalLM) -> None:
@@ -258,40 +269,96 @@ def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor
     return (keys - padding) // size == (queries - padding) // size
 
 
-def inputs_in_place(
-    model: CausalLM, cache: Any, ancestors: Tensor, depths: Tensor, places: Tensor, num_prefix: Tensor
-) -> dict[str, Any]:
+@cache  # which graphs refer to
+def span(count: int, device: torch.device) -> Tensor:
+    """0 to `count` - 1, made once for all passes. Never written to."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
+
+
+class Nodes:
+    """The nodes that a pass reads or sees, after a prefix.
+
+    Args:
+        seen: bool `[n_query, n]`, or `[sequences, n_query, n]` if trees differ: which of up to n nodes a query sees.
+            The nodes follow the prefix in this order.
+        depths: `[n]`, of all nodes.
+        places: `[n_query]`, depths of the queries.
+    """
+
+    def __init__(self, seen: Tensor, depths: Tensor, places: Tensor) -> None:
+        self.seen, self.depths, self.places, self.most = seen, depths, places, seen.shape[-1]
+        self._masks: dict[Any, Tensor] = {}
+
+    def columns(self) -> Tensor:
+        """`seen` between a column for the prefix and one for rows that no query sees, `[..., n_query, n + 2]`."""
+        return nn.functional.pad(nn.functional.pad(self.seen, (1, 0), value=True), (0, 1), value=False)
+
+    def mask(self, model: CausalLM) -> Tensor:
+        """`columns` as a mask of the model's attention (`as_mask`), made once."""
+        config = model.config.get_text_config(decoder=True)
+        key = config._attn_implementation, model.dtype, _group(config)
+        if key not in self._masks:
+            self._masks[key] = as_mask(self.columns(), model)
+        return self._masks[key]
+
+
+def chain_nodes(count: int, device: torch.device, first: int = 0, most: int = 0) -> Nodes:
+    """The nodes of a pass over `count` tokens of a chain of `most` (default: the first `count`), from `first` on."""
+    depths = span(most or count, device)
+    places = depths[first : first + count]
+    return Nodes(depths <= places[:, None], depths, places)
+
+
+kept_chain_nodes = cache(chain_nodes)  # for passes of rounds, whose graphs refer to the masks
+
+
+def inputs_in_place(model: CausalLM, cache: Any, nodes: Nodes, num_prefix: Tensor) -> dict[str, Any]:
     """`tree_inputs` for sequences in caches of fixed size, without numbers of the host: for captured passes.
 
-    Example: a cache of capacity 8 contains 3 tokens of prefix and a root, below which two children are read. With
-    room for 4 nodes, `ancestors` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
+    Example: a cache of capacity 8 contains 3 tokens of prefix and a root, below which two children are read. With room
+    for 4 nodes, `seen` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
     mask's rows are 1111 1000 and 1111 0100.
 
     Args:
         cache: has `capacity`, its number of rows, and `prompt` (a `CachedPrompt`; `None` if no row is hidden and rows
             are positions).
-        ancestors: bool `[n_query, n]`, or `[sequences, n_query, n]` if trees differ: which of up to n nodes a query
-            sees. The nodes follow the prefix in this order.
-        depths: `[n]`, of all nodes.
-        places: `[n_query]`, depths of the queries.
         num_prefix: `[sequences]`, number of prefix tokens in the cache.
     """
     config = model.config.get_text_config(decoder=True)
-    begin, (count, most), prompt = num_prefix[:, None], ancestors.shape[-2:], cache.prompt
-    nodes = torch.arange(cache.capacity, device=ancestors.device) - begin  # negative: text
-    known = nodes.clamp(0, most - 1)
-    text = nodes < 0 if prompt is None else (nodes < 0) & prompt.shown
-    of_rows = ancestors.expand(len(begin), -1, -1).gather(2, known[:, None].expand(-1, count, -1))
-    seen = (of_rows & ((nodes >= 0) & (nodes < most))[:, None]) | text[:, None]
-    keys = begin + torch.where(nodes < 0, nodes, depths[known])
-    queries = begin + places
-    padding = 0 if prompt is None else (prompt.shown.cumsum(-1) == 0).sum(-1)[:, None, None]
-    masks = {
-        kind: as_mask(seen & _near(config, kind, queries, keys, padding) if kind in WINDOWED else seen, model)
-        for kind in dict.fromkeys(layer_types(config, config.num_hidden_layers))
-    }
+    begin, prompt, last = num_prefix[:, None], cache.prompt, nodes.most + 1
+    columns = (span(cache.capacity + 1, begin.device)[1:] - begin).clamp(
+        0, last
+    )  # for each row its one of `Nodes.columns`
+    if prompt is not None:
+        columns = torch.where(prompt.shown, columns, last)
+    queries = begin + nodes.places
+    masks = {}
+    for kind in dict.fromkeys(layer_types(config, config.num_hidden_layers)):
+        if kind in WINDOWED:
+            near = _near_in_place(config, kind, nodes, columns, begin, prompt)
+            masks[kind] = as_mask(_of_rows(nodes.columns(), columns) & near, model)
+        else:
+            masks[kind] = _of_rows(nodes.mask(model), columns[:, None])
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
         # Padding, which no query sees, would have negative positions, which position tables lack.
         "position_ids": queries if prompt is None else (queries + prompt.offset).clamp_min(0),
     }
+
+
+def _of_rows(found: Tensor, columns: Tensor) -> Tensor:
+    """`[sequences, ..., n_query, room]`: of `found` `[..., n_query, n + 2]` the column of each row of a cache."""
+    shape = (len(columns), *found.shape[-columns.dim() : -1], columns.shape[-1])
+    return found.expand(*shape[:-1], -1).gather(-1, columns[..., None, :].expand(shape))
+
+
+def _near_in_place(
+    config: Any, kind: str, nodes: Nodes, columns: Tensor, begin: Tensor, prompt: CachedPrompt | None
+) -> Tensor:
+    """`_near` for the rows of a cache of fixed size, `[sequences, n_query, room]`; arguments as in `inputs_in_place`,
+    `columns` `[sequences, room]`: 0 for the prefix, then the nodes."""
+    depths = nodes.depths[(columns - 1).clamp(0, nodes.most - 1)]
+    keys = torch.where(columns > 0, begin + depths, span(columns.shape[1], columns.device))
+    padding = 0 if prompt is None else (prompt.shown.cumsum(-1) == 0).sum(-1)[:, None, None]
+    return _near(config, kind, begin + nodes.places, keys, padding)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.cuda_graphs.draft_steps import DrawnLevel, RoundSteps, Window
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCaches, FixedContext
+from hf_specdecpp.caches.masks import span
+from hf_specdecpp.cuda_graphs.draft_steps import DrawnLevel, RoundSteps, Unrolled, Window
+from hf_specdecpp.cuda_graphs.fixed_cache import Budget, FixedCaches, FixedContext
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.identity import identity
-from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, exponential, race, remaining, slot_values
+from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, exponential, num_drawn, remaining, slot_values
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator, lag_of
-from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.processors import Processing, Warpers
 from hf_specdecpp.trees.verification import Verification
 
 READ_AT_ONCE = 2048  # tokens of a prompt per pass: the mask is quadratic
@@ -73,26 +73,28 @@ class RoundRules:
     @cached_property  # needed in every round, and computing it reads numbers from the device
     def key(self) -> Hashable:
         """Everything here that a graph depends on."""
-        processors = self.draft_processing.processors, self.processing.processors
+        both = self.draft_processing.processors, self.processing.processors
+        processors = [[each.kind if isinstance(each, Warpers) else each for each in own] for own in both]
         described = (*identity(*processors, by_value=True), *identity(self.estimator))
         return self.greedy, described, self.threshold, self.min_tokens, self.verification
 
 
-class Drawn(NamedTuple):
-    """A level of candidates.
+@cache  # which graphs refer to
+def depths_of(shape: RoundShape, device: torch.device) -> Tensor:
+    """`[nodes + 1]`, the level of the root, 0, and of each candidate."""
+    with lasting():
+        return (span(shape.nodes + 1, device) + shape.width - 1) // shape.width
 
-    Attributes:
-        tokens, parents: `[texts, width]`, the latter as indices in the level above.
-        values: `[texts, width]`, estimated survival; in chains 1, or 0 if no token could be drawn.
-        q: `[texts, m, vocab]`, the distributions of the first children of the m nodes above; `None` if greedy.
-        judged: `[texts, width]`, uncalibrated estimates; `None` if not used.
-    """
+
+class Drawn(NamedTuple):
+    """A level of a tree, `[texts, width]` each: `parents` as indices in the level above, `values` the estimated
+    survival, `judged` uncalibrated estimates; `q` `[texts, m, vocab]` of the first children of the m nodes above."""
 
     tokens: Tensor
     parents: Tensor
     values: Tensor
-    q: Tensor | None
-    judged: Tensor | None
+    q: Tensor
+    judged: Tensor
 
 
 class CapturedDraft:
@@ -111,14 +113,16 @@ class CapturedDraft:
         texts: number of rows of the batch.
         greedy: if true, q is not stored.
         spare: room in the window for tokens of rounds without candidates.
+        budget: that of the target's caches.
 
     Attributes:
         candidates, parents: `[texts, nodes]`, of the latest round; the root is node 0, the first candidate node 1.
-        ancestors: `[texts, nodes + 1, nodes + 1]` bool, ancestors of each node, itself included.
+            Of chains no parents.
+        ancestors: `[texts, nodes + 1, nodes + 1]` bool, in trees the ancestors of each node, itself included.
         q: `[texts, nodes, vocab]`, distributions of the first child of the root and of each node above the last level:
             in chains, of each candidate; `None` if greedy.
         count: `[texts]`, number of submitted candidates.
-        estimates: `[texts, nodes]`, uncalibrated.
+        estimates: `[texts, nodes]` float64, uncalibrated.
         shift: `[bins]`, the numbers that calibration adds to log-odds.
         alive: `[texts]` int64, 0 for sequences that have ended.
         pending: the largest `last + 1`, on the host; the window is full at `width`.
@@ -127,7 +131,9 @@ class CapturedDraft:
         source: the sequence that the steps read: the draft's, or the target's if the draft shares its cache.
     """
 
-    def __init__(self, steps: RoundSteps, shapes: Sequence[RoundShape], texts: int, greedy: bool, spare: int) -> None:
+    def __init__(
+        self, steps: RoundSteps, shapes: Sequence[RoundShape], texts: int, greedy: bool, spare: int, budget: Budget
+    ) -> None:
         self.steps, self.device = steps, steps.device
         self.nodes = max(each.nodes for each in shapes)
         self.width = max(each.levels for each in shapes) + 1 + steps.again + spare
@@ -138,7 +144,7 @@ class CapturedDraft:
             self.candidates, self.parents = zeros((texts, self.nodes)), zeros((texts, self.nodes))
             self.ancestors = torch.ones((texts, size, size), dtype=torch.bool, device=self.device)
             self.alive = torch.ones_like(self.last)
-            self.estimates = torch.zeros((texts, self.nodes), device=self.device)
+            self.estimates = torch.zeros((texts, self.nodes), dtype=torch.float64, device=self.device)
             self.states: Tensor | None = None
             if steps.size is not None:
                 self.states = torch.zeros((texts, self.width, steps.size), dtype=steps.dtype, device=self.device)
@@ -146,7 +152,7 @@ class CapturedDraft:
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
         # Kept between sequences, because graphs read and write these caches.
-        self.caches = FixedCaches(steps.num_layers, self.device)
+        self.caches = FixedCaches(steps.num_layers, self.device, budget)
         self._positions = torch.Size((texts, 1)) if texts > 1 else None
         self.context = self.source = FixedContext(self.caches, self._positions)
         self.pending = 0
@@ -208,43 +214,74 @@ class CapturedDraft:
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         """Draw all levels, and find where the rule stops. `text`: `[texts, n]`, the prefixes for processors."""
-        cache, nodes, width = self.context.cache, shape.nodes, shape.width
-        before, span = cache.length.clone(), torch.arange(nodes, device=self.device)
-        steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), span // width)
-        logits, hidden = next(steps)
-        # Of the level above: the nodes' numbers and values.
-        above, values = torch.zeros_like(self.last)[:, None], torch.ones_like(self.estimates[:, :1])
-        seen, levels = self.ancestors.new_zeros((len(self.last), 1, nodes)), []
-        for place in range(num_steps := max(shape.levels, self.steps.least)):
+        cache = self.context.cache
+        before = cache.length.clone()
+        depths = depths_of(shape, self.device)[1:] - 1
+        steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), depths)
+        (self._draw_chain if shape.width == 1 else self._draw_tree)(steps, shape, rules, text)
+        cache.length.copy_(before)
+
+    def _draw_chain(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
+        """Submitted are the candidates up to the one at which the rule stops, unless its estimate was known before."""
+        levels, places = shape.levels, span(shape.levels, self.device)
+        (logits, hidden), drawn, judged = next(steps), [], []
+        for place in range(taken := max(levels, self.steps.least)):
+            seen = (places < place).expand(len(self.last), 1, -1)
+            known = None if text is None else with_paths(text, self.candidates[:, :levels], seen)
+            scores = rules.draft_processing.of_nodes(logits, known)
+            step = DraftStep(place, scores, hidden, self.steps.embed, rules.greedy)
+            weights = step.scores if rules.greedy else step.q / exponential(*scores.shape, device=self.device)
+            most, step.token = weights.max(-1)
+            if place < levels:
+                drawn.append(most)
+                self.candidates[:, place : place + 1] = step.token
+                if self.q is not None:
+                    self.q[:, place : place + 1] = step.q
+                if rules.estimator is not None and (found := rules.estimator.estimate(step)) is not None:
+                    judged.append(found)
+            if place + 1 < taken:
+                logits, hidden = steps.send(DrawnLevel(step.token))
+        self.count.copy_(num_drawn(torch.cat(drawn, dim=1), rules.greedy))
+        if judged and rules.estimator is not None:
+            together, lag = torch.cat(judged, dim=1), lag_of(rules.estimator)
+            self.estimates[:, : len(judged)] = together
+            if rules.threshold is not None:
+                # Estimates may be one candidate late or early.
+                survival = functional.pad(
+                    self._calibrated(together).cumprod(-1), (lag, levels - len(judged) - lag), value=1.0
+                )
+                may_stop = span(levels + 1, self.device)[1:] >= rules.min_tokens
+                self.count.copy_(count_until((1.0 - survival > rules.threshold) & may_stop).minimum(self.count))
+
+    def _draw_tree(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
+        nodes, width, places = shape.nodes, shape.width, span(shape.nodes + 1, self.device)
+        (logits, hidden), judged, itself = next(steps), [], places[1:] == places[1:, None]
+        numbers, values = places[:1].expand(len(self.last), 1), self.shift.new_ones((len(self.last), 1))
+        seen = self.ancestors.new_zeros((len(self.last), 1, nodes))
+        for place in range(shape.levels):
             known = None if text is None else with_paths(text, self.candidates[:, :nodes], seen)
             scores = rules.draft_processing.of_nodes(logits, known)
-            drawn = self._draw(DraftStep(place, scores, hidden, self.steps.embed, rules.greedy), values, rules, width)
+            step = DraftStep(place, scores, hidden, self.steps.embed, rules.greedy)
+            drawn = self._draw(step, values, rules, width)
             own = slice(place * width, (place + 1) * width)
-            if place < shape.levels:
-                levels.append(drawn)
-                self.candidates[:, own], self.parents[:, own] = drawn.tokens, above.gather(1, drawn.parents)
-                if self.q is not None and drawn.q is not None:
-                    self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q
-                seen = seen.gather(1, drawn.parents[..., None].expand(-1, -1, nodes)) | (span == span[own, None])
-                self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
-            above, values = (1 + span[own]).expand(len(self.last), -1), drawn.values
-            if place + 1 < num_steps:
+            self.candidates[:, own], self.parents[:, own] = drawn.tokens, numbers.gather(1, drawn.parents)
+            if self.q is not None:
+                self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q
+            seen = seen.gather(1, drawn.parents[..., None].expand(-1, -1, nodes)) | itself[own]
+            self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
+            judged.append(drawn.judged)
+            numbers, values = places[1:][own].expand(len(self.last), -1), drawn.values
+            if place + 1 < shape.levels:
                 logits, hidden = steps.send(DrawnLevel(drawn.tokens, drawn.parents, seen))
         self.ancestors[:, 0, 1:] = False
-        cache.length.copy_(before)
-        self.count.copy_(self._count(shape, levels, rules))
+        self.estimates[:, :nodes] = torch.cat(judged, dim=1)
+        self.count.fill_(nodes)
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
         """Draw the level below m nodes, with `DraftStep.scores` `[texts, m, vocab]` and `values` `[texts, m]`."""
         q = step.scores if rules.greedy else step.q
-        times = None if rules.greedy else exponential(*q.shape, device=self.device)
-        if width == 1:
-            step.token = q.argmax(-1) if times is None else race(q, times)
-            judged = None if rules.estimator is None else rules.estimator.estimate(step)
-            # Value 0 if q is NaN or all tokens are excluded.
-            values = values * (q.gather(-1, step.token[..., None])[..., 0] > (-math.inf if rules.greedy else 0.0))
-            return Drawn(step.token, torch.zeros_like(step.token), values, None if times is None else q, judged)
-        tokens = (q if times is None else q / times).topk(width).indices  # [texts, m, width], in order
+        # [texts, m, width], in order
+        tokens = (q if rules.greedy else q / exponential(*q.shape, device=self.device)).topk(width).indices
         head = rules.head_of_slots
         probs = step.q.gather(-1, tokens)
         mass = functional.pad(probs[..., :-1].cumsum(-1), (1, 0))  # total q of earlier siblings
@@ -257,61 +294,44 @@ class CapturedDraft:
         chosen = best_slots(values, chances, width, rules.greedy)
         values = (slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
         tokens, judged = (each.flatten(1).gather(1, chosen) for each in (tokens, judged))
-        return Drawn(tokens, chosen // width, values, None if times is None else q, judged)
-
-    def _count(self, shape: RoundShape, levels: list[Drawn], rules: RoundRules) -> Tensor:
-        """`[texts]`, number of submitted candidates, including the one at which the rule stops, unless its estimate was
-        known before the draw."""
-        known = [each.judged for each in levels if each.judged is not None]
-        if known:
-            together = torch.cat(known, dim=1)
-            self.estimates[:, : together.shape[1]] = together
-        if shape.width > 1:
-            return torch.full_like(self.count, shape.nodes)
-        drawn = (torch.cat([each.values for each in levels], dim=1) > 0.0).sum(-1)
-        if rules.threshold is None:
-            return drawn
-        survival = self._calibrated(self.estimates[:, : len(known)]).cumprod(-1)
-        lag = 0 if rules.estimator is None else lag_of(rules.estimator)  # estimates may be one candidate late or early
-        survival = functional.pad(survival, (lag, shape.levels - len(known) - lag), value=1.0)
-        places = torch.arange(1, shape.levels + 1, device=self.device)
-        return count_until((1.0 - survival > rules.threshold) & (places >= rules.min_tokens)).minimum(drawn)
+        return Drawn(tokens, chosen // width, values, q, judged)
 
     def _calibrated(self, estimates: Tensor) -> Tensor:
         """`AcceptanceRates.calibrated` for tensors."""
         shift = self.shift[torch.bucketize(estimates.contiguous(), self.edges, right=True)]
         return (estimates.clamp(1e-4, 1.0 - 1e-4).logit() + shift).sigmoid()
 
-    def settle(self, accepted: Tensor, token: Tensor, candidates: Tensor, states: Tensor | None, drafted: bool) -> None:
+    def settle(self, accepted: Tensor, new: Tensor, states: Tensor | None, drafted: bool) -> None:
         """Add emitted tokens to the window, and drop the tokens that the draft has read. Called after verification.
 
         Args:
-            accepted, token: `[texts]`, the number of accepted candidates, and the next token.
-            candidates: `[texts, k]`, accepted candidates first.
+            accepted: `[texts]`, the number of accepted candidates.
+            new: `[texts, k + 1]`, the accepted candidates, then the next token.
             states: `[texts, k + 1, size]`, the target's at the sequence's last token and at the candidates, for a draft
                 that reads them.
             drafted: whether the draft has read the window.
         """
-        new = functional.pad(candidates, (0, 1)).scatter(1, accepted[:, None], token[:, None])
-        places = self.last[:, None] + 1 + torch.arange(new.shape[1], device=self.device)
-        tokens, known = functional.pad(self.tokens, (0, new.shape[1])).scatter(1, places, new), self.states
+        count, last = new.shape[1], self.last
+        if drafted and not self.steps.again:  # the draft has read all; what ended sequences would read does not matter
+            self.tokens[:, :count] = new
+            if self.states is not None and states is not None:
+                self.states[:, :count] = states
+            self.context.cache.length.addcmul_(last + 1, self.alive)
+            last.copy_(accepted)
+            return
+        places = last[:, None] + 1 + span(count, self.device)
+        tokens, known = functional.pad(self.tokens, (0, count)).scatter(1, places, new), self.states
         if known is not None and states is not None:
             index = places[..., None].expand(-1, -1, known.shape[2])
-            known = functional.pad(known, (0, 0, 0, new.shape[1])).scatter(1, index, states.to(known))
-        read = (self.last + 1 - self.steps.again).clamp_min(0) if drafted else torch.zeros_like(self.last)
-        self._drop(read, tokens, known)
-        self.context.cache.length.add_(read * self.alive)
-        self.last.add_((accepted + 1) * self.alive)
-
-    def _drop(self, read: Tensor, tokens: Tensor, states: Tensor | None) -> None:
-        """Drop the first `read` `[texts]` tokens of the window, in sequences that have not ended."""
-        read = read * self.alive
-        places = torch.arange(self.width, device=self.device) + read[:, None]
+            known = functional.pad(known, (0, 0, 0, count)).scatter(1, index, states.to(known))
+        read = (last + 1 - self.steps.again).clamp_min(0) * self.alive if drafted else torch.zeros_like(last)
+        places = span(self.width, self.device) + read[:, None]
         places = places.clamp_max(tokens.shape[1] - 1)  # the rest are dummies
         self.tokens.copy_(tokens.gather(1, places))
-        if self.states is not None and states is not None:
-            self.states.copy_(states.gather(1, places[..., None].expand(-1, -1, states.shape[2])))
-        self.last.sub_(read)
+        if self.states is not None and known is not None:
+            self.states.copy_(known.gather(1, places[..., None].expand(-1, -1, known.shape[2])))
+        self.context.cache.length.add_(read)
+        last.addcmul_(accepted + 1, self.alive).sub_(read)
 
 
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:

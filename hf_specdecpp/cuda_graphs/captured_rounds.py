@@ -1,9 +1,9 @@
-"""Rounds as two launches of CUDA graphs and one read of the result (`CapturedRounds`), for chains, trees and batches.
+"""Rounds as one launch of a CUDA graph and one read of the result (`CapturedRounds`), for chains, trees and batches.
 
-The first graph contains the draft's steps, the second the target's pass, the verification and the input of the next
-round. If logits processors of the target cannot be captured, pass and verification are separate graphs, and the host
-calls the processors in between. Decisions of the host in other rounds, such as where the stopping rule ends the draft,
-are computed on the device (`on_device`).
+The graph contains the draft's steps, the target's pass, the verification and the input of the next round. If logits
+processors of the target cannot be captured, the verification is a graph of its own, and the host calls the processors
+in between. Decisions of the host in other rounds, such as where the stopping rule ends the draft, are computed on the
+device (`on_device`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_specdecpp.caches.masks import Nodes, kept_chain_nodes, span
 from hf_specdecpp.cuda_graphs import on_device
-from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
+from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape, depths_of, with_paths
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.cuda_graphs.fixed_cache import with_rows
 from hf_specdecpp.cuda_graphs.graphs import Graphs, lasting, write_lasting
+from hf_specdecpp.sampling.processors import Warpers
 from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import outcomes
@@ -32,12 +35,13 @@ Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
 class Accepted(NamedTuple):
     """A verification's result: number `accepted` `[texts]`, next `token` `[texts]` (-1: none can be drawn), `last`
-    accepted node `[texts]` (0: the root), `path` `[texts, levels]` (accepted candidates, from 0, then any others)."""
+    accepted node `[texts]` (0: the root), in trees `path` `[texts, levels]` (accepted candidates, from 0, then any
+    others)."""
 
     accepted: Tensor
     token: Tensor
     last: Tensor
-    path: Tensor
+    path: Tensor | None = None
 
 
 class RoundReport(NamedTuple):
@@ -52,7 +56,7 @@ class RoundReport(NamedTuple):
 class CapturedRounds:
     """The rounds of one target and one draft, for one sequence at a time or for the rows of one batch.
 
-    Example: the sequence ends with 6. The first graph drafts 7 8 9 and submits all three. The second reads 6 7 8 9,
+    Example: the sequence ends with 6. The graph drafts 7 8 9 and submits all three. The target reads 6 7 8 9,
     accepts 7 and 8, draws 4, and prepares both models for the next round, which begins with 4. The host reads the
     report (2 accepted, next token 4, last node 2, 3 submitted, 7 8 9) and emits 7 8 4.
     """
@@ -63,13 +67,14 @@ class CapturedRounds:
         texts = len(draft.last)
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
-            # Accepted, the next token, the last candidate; submitted, candidates, their parents, estimates.
-            self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.float64, device=passes.device)
+            # Accepted, the next token, the last candidate; submitted, candidates, their parents, bits of estimates.
+            self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.long, device=passes.device)
             self.read = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
                 self.read = self.read.pin_memory()
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes in separate graphs
         self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
+        self._numbers: list[Tensor] = []  # of `Warpers`
 
     @property
     def changes(self) -> list[Tensor]:
@@ -79,11 +84,25 @@ class CapturedRounds:
         """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors; the target has not read the last
         tokens. Other arguments as in `CapturedDraft.begin_texts`."""
         self.graphs.begin_text()
+        self._active = list(range(len(texts)))
+        texts, tokens, padding = map(with_rows, (texts, tokens, padding))
+        states = None if states is None else with_rows(states)
         self.token.copy_(texts[:, -1:])
-        self._text, self._has_begun, self._active = texts, False, list(range(len(texts)))
+        self._text, self._has_begun = texts, False
         # Number of tokens in the target's cache, and number of further ones in the prefixes for processors.
         self._num_cached, self._ahead = (cached := self.passes.context.num_tokens), texts.shape[1] - cached
         self.draft.begin_texts(tokens, states, padding, self.passes.context)
+        if len(self._active) < len(texts):
+            self.draft.continue_with(self._active)
+
+    def take_numbers(self, rules: RoundRules) -> None:
+        """Called before a sequence: its `Warpers` read their numbers where graphs do."""
+        both = (*rules.draft_processing.processors, *rules.processing.processors)
+        for place, each in enumerate(own for own in both if isinstance(own, Warpers)):
+            if place == len(self._numbers):
+                with lasting():
+                    self._numbers.append(torch.empty((len(self.token), 4), device=self.token.device))
+            each.numbers = self._numbers[place].copy_(each.numbers)
 
     def continue_with(self, active: Sequence[int]) -> None:
         """Continue with these sequences only; the others no longer change."""
@@ -91,17 +110,16 @@ class CapturedRounds:
             self._active = list(active)
             self.draft.continue_with(self._active)
 
-    def propose(self, shape: RoundShape, rules: RoundRules, length: int) -> None:
-        """Launch the draft, unless the shape has no candidates. `length`: tokens of the longest sequence."""
+    def propose(self, shape: RoundShape, rules: RoundRules, length: int, process: Process | None = None) -> None:
+        """Launch the round. `length`: tokens of the longest sequence; `process`: processors of the target that are not
+        captured in `rules`."""
         self._num_cached = length - self._ahead
         self._grow_caches(shape, rules)
-        self._launch_draft(shape, rules)
-
-    def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[RoundReport]:
-        """Launch the target's pass and the verification. Returns a report for each active sequence, in the order of
-        `continue_with`. `process`: processors of the target that are not captured in `rules`."""
-        self._launch_target(shape, rules, process)
+        self._launch(shape, rules, process)
         self._has_begun = True
+
+    def verify(self, shape: RoundShape, rules: RoundRules) -> list[RoundReport]:
+        """Wait for the round. Returns a report for each active sequence, in the order of `continue_with`."""
         rows = self._read_report()
         reports = [self._report_of(rows[text], shape, rules) for text in self._active]
         self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
@@ -110,8 +128,9 @@ class CapturedRounds:
     def _read_report(self) -> list[list[float]]:
         self.read.copy_(self.report, non_blocking=True)
         self._wait()
-        found: list[list[float]] = self.read.tolist()
-        return found
+        first = HEADER + 2 * self.draft.nodes
+        estimates = self.read[:, first:].view(torch.float64).tolist()
+        return [row + further for row, further in zip(self.read[:, :first].tolist(), estimates, strict=True)]
 
     def time(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> float:
         """Seconds of a round, which is rolled back."""
@@ -125,8 +144,7 @@ class CapturedRounds:
 
         for _ in range(TIMED_ROUNDS):
             begin = time.perf_counter()
-            self._launch_draft(shape, rules)
-            self._launch_target(shape, rules, process)
+            self._launch(shape, rules, process)
             self._wait()
             taken.append(time.perf_counter() - begin)
             forget()
@@ -145,25 +163,32 @@ class CapturedRounds:
             self._text[:, : known.shape[1]] = known
             self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
 
-    def _launch_draft(self, shape: RoundShape, rules: RoundRules) -> None:
-        self._key = *self.passes.context.key, shape, rules.key
-        text = self._text if rules.asks_for_text else None
-        if shape.levels:
-            self._run(("draft", *self._key), lambda: self.draft.propose(shape, rules, text))
+    def _launch(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
+        key, text = (*self.passes.context.key, shape, rules.key), self._text if rules.asks_for_text else None
 
-    def _launch_target(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
-        key, text = self._key, self._text if rules.asks_for_text else None
+        def propose() -> None:
+            if shape.levels:
+                self.draft.propose(shape, rules, text)
+
+        def whole() -> None:
+            propose()
+            self._settle(self._pass(shape), shape, rules, text)
+
+        def read() -> None:
+            propose()
+            write_lasting(found, self._pass(shape))
+            self._tell()
+
         if process is None:
-            self._run(("verify", *key), lambda: self._settle(self._pass(shape), shape, rules, text))
-            return
+            return self._run(("round", *key), whole)
         found = self._outputs.setdefault(shape, [])
-        self._run(("pass", *key), lambda: write_lasting(found, self._pass(shape)))
+        self._run(("pass", *key), read)
         rows = self._read_report()
         for each in self._active:
             tree = self._tree(rows[each], shape)
             scores = found[0][each, : len(tree) + 1]
             scores.copy_(process(each, tree, scores))
-        self._run(("settle", *key), lambda: self._settle(found, shape, rules, text))
+        return self._run(("settle", *key), lambda: self._settle(found, shape, rules, text))
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph; without one, after a sequence's first round, directly."""
@@ -179,65 +204,81 @@ class CapturedRounds:
     # The captured functions ------------------------------------------------------------------------------------------
 
     def _pass(self, shape: RoundShape) -> list[Tensor]:
-        """The target's pass: logits `[texts, nodes + 1, vocab]`, then the watched states. Also fills the report."""
+        """The target's pass: logits `[texts, nodes + 1, vocab]`, then the watched states."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
-        seen = draft.ancestors[:, : nodes + 1, : nodes + 1]
-        depths = functional.pad(torch.arange(nodes, device=passes.device) // shape.width + 1, (1, 0))
+        if shape.width == 1:
+            of_pass = kept_chain_nodes(nodes + 1, passes.device)
+        else:
+            depths = depths_of(shape, passes.device)
+            of_pass = Nodes(draft.ancestors[:, : nodes + 1, : nodes + 1], depths, depths)
         tokens = torch.cat((self.token, draft.candidates[:, :nodes]), dim=1)
-        logits, *states = passes.forward(passes.context.cache, tokens, seen, depths)
-        parts = [draft.count[:, None], draft.candidates, draft.parents, draft.estimates]
-        self.report[:, HEADER - 1 :] = torch.cat([part.to(self.report) for part in parts], dim=1)
+        logits, *states = passes.forward(passes.context.cache, tokens, of_pass)
         return [logits.float(), *states]
+
+    def _tell(self, verified: Accepted | None = None) -> None:
+        """Fill the report."""
+        draft = self.draft
+        parts = (
+            [draft.count] * 4 if verified is None else [verified.accepted, verified.token, verified.last, draft.count]
+        )
+        estimates = draft.estimates.view(torch.int64)
+        columns = [part[:, None] for part in parts]
+        self.report.copy_(torch.cat((*columns, draft.candidates, draft.parents, estimates), dim=1))
 
     def _settle(self, found: list[Tensor], shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         """Verify by the outputs of `_pass`, and prepare the next round."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
         scores, *states = found
-        candidates, seen = draft.candidates[:, :nodes], draft.ancestors[:, : nodes + 1, 1 : nodes + 1]
-        known = None if text is None else with_paths(text, candidates, seen)
-        verified = self._accept(rules.processing.of_nodes(scores, known), shape, rules)
-        rows = functional.pad(verified.path + 1, (1, 0))
-        if shape.width > 1:
-            passes.context.cache.move(rows)
-        together = torch.cat(states, dim=-1) if states else None
-        if together is not None:
-            together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
-        chosen = candidates.gather(1, verified.path)
-        header = torch.stack((verified.accepted, verified.token, verified.last), dim=1)
-        self.report[:, : HEADER - 1] = header.to(self.report)
-        # A sequence without a next token ends, but its row of the batch remains.
-        verified = verified._replace(token=verified.token.clamp_min(0))
-        draft.settle(verified.accepted, verified.token, chosen, together, drafted=nodes > 0)
+        candidates, known = draft.candidates[:, :nodes], None
         if text is not None:
-            self._write(text, chosen, verified)
-        self.token.copy_(verified.token[:, None])
-        passes.context.cache.length.add_((verified.accepted + 1) * draft.alive)
+            known = with_paths(text, candidates, self._seen(shape)[:, :, 1:])
+        verified = self._accept(rules.processing.of_nodes(scores, known), shape, rules)
+        together = torch.cat(states, dim=-1) if states else None
+        if verified.path is not None:
+            rows = functional.pad(verified.path + 1, (1, 0))
+            passes.context.cache.move(rows)
+            candidates = candidates.gather(1, verified.path)
+            if together is not None:
+                together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
+        self._tell(verified)
+        # A sequence without a next token ends, but its row of the batch remains.
+        token, places = verified.token.clamp_min(0)[:, None], span(candidates.shape[1] + 1, passes.device)
+        new = torch.where(places < verified.accepted[:, None], functional.pad(candidates, (0, 1)), token)
+        length = passes.context.cache.length
+        if text is not None:
+            text.scatter_(1, length[:, None] + 1 + places, new)
+        draft.settle(verified.accepted, new, together, drafted=nodes > 0)
+        self.token.copy_(token)
+        length.addcmul_(verified.accepted + 1, draft.alive)
 
-    def _write(self, text: Tensor, candidates: Tensor, verified: Accepted) -> None:
-        """Write the emitted tokens into `text`, and copies of the last one after them."""
-        count, places = verified.accepted[:, None], torch.arange(candidates.shape[1] + 1, device=text.device)
-        new = torch.where(places < count, functional.pad(candidates, (0, 1)), verified.token[:, None])
-        text.scatter_(1, self.passes.context.cache.length[:, None] + 1 + places, new)
+    def _seen(self, shape: RoundShape) -> Tensor:
+        """`[texts, nodes + 1, nodes + 1]`, the ancestors of each node, itself included."""
+        size = shape.nodes + 1
+        if shape.width > 1:
+            return self.draft.ancestors[:, :size, :size]
+        return kept_chain_nodes(size, self.passes.device).seen.expand(len(self.token), -1, -1)
 
     def _accept(self, scores: Tensor, shape: RoundShape, rules: RoundRules) -> Accepted:
         """Verify by the target's processed scores `[texts, nodes + 1, vocab]`."""
         draft, (levels, width), nodes = self.draft, shape, shape.nodes
         candidates, parents = draft.candidates[:, :nodes], draft.parents[:, :nodes]
-        count, steps = draft.count.clamp_max(nodes), torch.arange(levels, device=scores.device)
-        seen = draft.ancestors[:, : nodes + 1, : nodes + 1]
         if draft.q is None:
             choices = scores.argmax(-1)
-            drawn = torch.arange(nodes, device=scores.device) < count[:, None]
-            last = on_device.last_on_path(on_device.match_choices(candidates, parents, drawn, choices), seen)
+            if width == 1:
+                drawn = span(nodes, scores.device) < draft.count[:, None]
+                last = ((candidates == choices[:, :nodes]) & drawn).cumprod(-1).sum(-1)
+                return Accepted(last, choices.gather(1, last[:, None])[:, 0], last)
+            last = on_device.last_on_path(candidates == choices.gather(1, parents), self._seen(shape))
         else:
             p = scores.softmax(-1)
             if width == 1:
-                tests, weights = outcomes(candidates, count, p, draft.q[:, :nodes], rules.verification)
+                tests, weights = outcomes(candidates, draft.count, p, draft.q[:, :nodes], rules.verification)
                 last = on_device.first_passing(tests, torch.rand_like(tests))
-                return Accepted(last, on_device.draw_next(weights, last), last, steps.expand(len(last), -1))
+                return Accepted(last, on_device.draw_next(weights, last), last)
             tests, weights = on_device.tree_tests(candidates, parents, p, draft.q, width, rules.verification)
-            last = on_device.accepted_node(parents, seen, tests, torch.rand_like(tests), width)
-        on_path = seen.gather(1, last[:, None, None].expand(-1, -1, nodes + 1))[:, 0]
+            last = on_device.accepted_node(parents, self._seen(shape), tests, torch.rand_like(tests), width)
+        on_path = self._seen(shape).gather(1, last[:, None, None].expand(-1, -1, nodes + 1))[:, 0]
+        steps = span(levels, scores.device)
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
         token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.draw_next(weights, last)
         return Accepted(on_path.sum(-1) - 1, token, last, path)

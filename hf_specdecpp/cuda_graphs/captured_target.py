@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.caches.cached_context import PathRows, num_in_place, width_of
-from hf_specdecpp.caches.masks import inputs_in_place
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, FixedCaches, FixedContext, num_cache_layers, prepared
+from hf_specdecpp.caches.masks import Nodes, kept_chain_nodes
+from hf_specdecpp.cuda_graphs.fixed_cache import (
+    Budget,
+    FixedCache,
+    FixedCaches,
+    FixedContext,
+    num_cache_layers,
+    pass_inputs,
+    with_rows,
+)
 from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
@@ -27,8 +35,8 @@ _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyD
 
 @dataclass
 class Slot:
-    """Inputs and outputs of passes of one width, at fixed addresses: `tokens` `[1, width]`; `ancestors` and `depths` as
-    in `inputs_in_place`; `outputs`: logits `[1, width, vocab]`, then watched states `[1, width, size]` each, empty
+    """Inputs and outputs of passes of one width, at fixed addresses: `tokens` `[1, width]`; `ancestors` and `depths` of
+    trees, as in `Nodes`; `outputs`: logits `[1, width, vocab]`, then watched states `[1, width, size]` each, empty
     before the first pass."""
 
     tokens: Tensor
@@ -52,6 +60,7 @@ class CapturedTarget:
 
     Attributes:
         busy: whether a generation uses the passes.
+        budget: bounds the memory of the caches.
         why_not: the reason if the target's passes are never captured.
         checked: compared widths, as (is a batch, width).
         longest (tokens): the longest sequence that the target has positions for.
@@ -64,7 +73,9 @@ class CapturedTarget:
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
-        self.caches = FixedCaches(num_cache_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
+        self.budget = Budget(self.device, self.graphs.family.clear)
+        layers = num_cache_layers(target.config.get_text_config(decoder=True)) or 0
+        self.caches = FixedCaches(layers, self.device, self.budget)
         self.context = FixedContext(self.caches, None)
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # `StateReader.reads` of the watched states
@@ -90,12 +101,12 @@ class CapturedTarget:
         most = int(max(min(widths[-1] - 1, left), 0)) + 1
         tokens = torch.cat([some_tokens(ids, widths[-1]) for ids in texts])
         expected, cache = own(tokens[:, :most]), self.context.with_capacity(self.context.num_tokens + widths[-1])
+        rows = with_rows(tokens)
         for width in widths:
             if width == 1 and not several:
                 found = self.read(tokens[:, :1]).logits
             else:
-                places = torch.arange(width, device=tokens.device)
-                found = self.forward(cache, tokens[:, :width], places <= places[:, None], places)[0]
+                found = self.forward(cache, rows[:, :width], kept_chain_nodes(width, self.device))[0][: len(texts)]
             if (reason := differs(found[:, :most], expected[:, :width], self.model.dtype)) is not None:
                 return f"a captured pass of width {width} is {reason}"
             if width <= most:
@@ -105,13 +116,15 @@ class CapturedTarget:
     def begin_texts(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
         """Copy sequences of `num_tokens` tokens from a growing cache. `shown`: `[texts, num_tokens]`, false for hidden
         tokens (`None`: all shown); `position`: `[..., texts, 1]`, position ids of the next tokens."""
+        self.budget.text += 1
+        position = with_rows(position, dim=-2)
         self.context = FixedContext(self.caches, position.shape)
         fixed = self.context.with_capacity(num_tokens + 1)
         fixed.read(cache, num_tokens)
         self.context.num_tokens = num_tokens
         if fixed.prompt is not None:
             if shown is not None:
-                fixed.prompt.shown[:, :num_tokens] = shown.to(self.device)
+                fixed.prompt.shown[:, :num_tokens] = with_rows(shown.to(self.device))
             fixed.prompt.offset.copy_(position - num_tokens)
 
     def watch(self, reader: StateReader | None) -> None:
@@ -148,19 +161,19 @@ class CapturedTarget:
             slot.depths.copy_(tree[1])
 
         def run() -> None:
-            write_lasting(slot.outputs, self.forward(cache, slot.tokens, slot.ancestors, slot.depths))
+            chain = None if is_tree else kept_chain_nodes(width, self.device)
+            nodes = chain or Nodes(slot.ancestors, slot.depths, slot.depths)
+            write_lasting(slot.outputs, self.forward(cache, slot.tokens, nodes))
 
         # After a successful comparison, a pass that cannot be captured runs directly.
         self.graphs.run(("read", *self.context.key, *key), run, falls_back=bool(self.checked))
         logits, *states = (each[:, :count] for each in slot.outputs)
         return SimpleNamespace(logits=logits, states=states)
 
-    def forward(self, cache: FixedCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
-        """The captured function: a pass over `tokens` `[texts, width]` after the sequences in `cache`. Ancestors and
-        depths as in `Slot`, or ancestors `[texts, width, width]`, a tree for each sequence. Returns logits `[texts,
-        width, vocab]`, then the watched states."""
-        inputs = inputs_in_place(self.model, cache, ancestors, depths, depths, cache.length)
-        inputs = prepared(inputs, self.model, cache, tokens, self.longest) | {self._cache_argument: cache}
+    def forward(self, cache: FixedCache, tokens: Tensor, nodes: Nodes) -> list[Tensor]:
+        """The captured function: a pass over `tokens` `[texts, width]`, the `nodes` after the sequences in `cache`.
+        Returns logits `[texts, width, vocab]`, then the watched states."""
+        inputs = pass_inputs(self.model, cache, nodes, cache.length, self.longest) | {self._cache_argument: cache}
         outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
         seen = self._watched.get(self._reads, {})
         return [outputs.logits, *(seen[place] for place in range(len(seen)))]

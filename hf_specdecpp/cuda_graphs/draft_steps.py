@@ -24,11 +24,17 @@ class Window(NamedTuple):
 
 class DrawnLevel(NamedTuple):
     """A level drawn after a step and read in the next: `tokens` and `parents` (indices in the level above) `[texts,
-    width]`; `seen` `[texts, width, n]` bool, the round's nodes that each node attends to."""
+    width]`; `seen` `[texts, width, n]` bool, the round's nodes that each node attends to. Chains have neither."""
 
     tokens: Tensor
-    parents: Tensor
-    seen: Tensor
+    parents: Tensor | None = None
+    seen: Tensor | None = None
+
+    def of_parents(self, states: Tensor) -> Tensor:
+        """Of `states` `[texts, m, size]` of the level above those of each node's parent, `[texts, width, size]`."""
+        if self.parents is None:
+            return states
+        return states.gather(1, self.parents[..., None].expand(-1, -1, states.shape[-1]))
 
 
 # Yields logits `[texts, m, vocab]` and hidden states `[texts, m, size]`, after the window and after each level.
@@ -73,7 +79,7 @@ class RoundSteps(ABC):
         logits, _ = next(steps)
         nothing = torch.zeros((len(logits), 1), dtype=torch.long, device=logits.device)
         for _ in range(self.least - 1):
-            steps.send(DrawnLevel(nothing, nothing, nothing[..., None] > 0))
+            steps.send(DrawnLevel(nothing))
         cache.length.copy_(before + (window.last + 1 - self.again).clamp_min(0))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable
 from copy import copy
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -13,13 +14,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.cached_context import width_of
-from hf_specdecpp.caches.masks import MASKED, CachedPrompt, counts_rows, unknown_window
+from hf_specdecpp.caches.masks import MASKED, CachedPrompt, Nodes, counts_rows, inputs_in_place, span, unknown_window
 from hf_specdecpp.cuda_graphs.graphs import lasting
-from hf_specdecpp.cuda_graphs.model_copy import for_groups
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import frequency_changes
 
-MIN_CAPACITY = 256  # tokens
+MIN_CAPACITY, LARGE_CAPACITY = 256, 8192  # tokens; larger caches are multiples of the second
+SHARE, KEPT_SHARE = 0.25, 0.75  # of the memory that is free at first, for all fixed caches; of it what then remains
 
 
 class FixedLayer(CacheLayerMixin):
@@ -29,10 +30,14 @@ class FixedLayer(CacheLayerMixin):
         length: `[texts]` int64, tokens in the cache; shared by all layers.
         rows: a list whose only item is `[texts, n]`, the rows that the current pass writes; shared by all layers.
         capacity (tokens): number of rows.
+
+    Attributes:
+        stored: keys and values, in one tensor `[2, texts, heads, capacity, size]` if their shapes are equal.
     """
 
     keys: Tensor
     values: Tensor
+    stored: list[Tensor]
     is_compileable, is_sliding = True, False
 
     def __init__(self, length: Tensor, rows: list[Tensor], capacity: int) -> None:
@@ -40,10 +45,14 @@ class FixedLayer(CacheLayerMixin):
         self.length, self.rows, self.capacity = length, rows, capacity
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        texts, both = len(self.length), (key_states, value_states)
+        shapes = [(texts, each.shape[1], self.capacity, each.shape[-1]) for each in both]
         with lasting():
-            self.keys, self.values = (
-                each.new_zeros((*each.shape[:2], self.capacity, each.shape[-1])) for each in (key_states, value_states)
-            )
+            if shapes[0] == shapes[1]:
+                together = key_states.new_zeros((2, *shapes[0]))
+                self.keys, self.values, self.stored = *together, [together]
+            else:
+                self.keys, self.values = self.stored = [key_states.new_zeros(shape) for shape in shapes]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -80,9 +89,12 @@ class FixedCache(Cache):
             position ids; by default one sequence without these.
 
     Attributes:
+        text: number of the latest text in the cache (`Budget.text`).
         length: int64 `[texts]`, on the device: committed tokens.
         prompt: the hidden tokens of prompts and the offset of positions; `None` without `positions`.
     """
+
+    text = 0
 
     def __init__(
         self, num_layers: int, capacity: int, device: torch.device, positions: torch.Size | None = None
@@ -100,7 +112,7 @@ class FixedCache(Cache):
 
     def begin_pass(self, num_tokens: int) -> None:
         """Called before a pass, which writes `num_tokens` rows after the committed ones."""
-        self._rows[:] = [torch.arange(num_tokens, device=self.length.device) + self.length[:, None]]
+        self._rows[:] = [span(num_tokens, self.length.device) + self.length[:, None]]
 
     def part(self, first: int, count: int) -> FixedCache:
         """A cache of `count` layers from `first` on, with shared tensors and lengths."""
@@ -111,10 +123,11 @@ class FixedCache(Cache):
     def move(self, rows: Tensor) -> None:
         """Move the latest pass's rows `rows` `[texts, n]`, ascending, to the first rows after the committed tokens."""
         begin = self.length[:, None]
-        goal, source = torch.arange(rows.shape[1], device=rows.device) + begin, rows + begin
-        for each in self.tensors:
-            moved = each.gather(2, _of_heads(source, each))
-            each.scatter_(2, _of_heads(goal, each), moved)
+        goal, source = span(rows.shape[1], rows.device) + begin, rows + begin
+        layers: list[Any] = self.layers
+        for each in (tensor for layer in layers if layer.is_initialized for tensor in layer.stored):
+            moved = each.gather(-2, _of_heads(source, each))
+            each.scatter_(-2, _of_heads(goal, each), moved)
 
     def rows(self, first: int, last: int) -> list[Tensor]:
         """Views of keys and values of all layers, from row `first` to before row `last`."""
@@ -125,6 +138,10 @@ class FixedCache(Cache):
         """Keys and values, alternating, of each initialised layer: `[texts, heads, capacity, size]`."""
         layers: list[Any] = self.layers
         return [each for layer in layers if layer.is_initialized for each in (layer.keys, layer.values)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors)
 
     def clear(self) -> None:
         """Empty the cache, and set all rows to zero, because even hidden rows must not be infinite or NaN."""
@@ -143,7 +160,8 @@ class FixedCache(Cache):
             self.prompt.offset.copy_(smaller.prompt.offset)
 
     def read(self, cache: Cache, num_tokens: int) -> None:
-        """Copy the `num_tokens` tokens of a growing cache. Rows outside of a layer's window stay zero.
+        """Copy the `num_tokens` tokens of a growing cache, which may have fewer texts. Rows outside of a layer's window
+        stay zero.
 
         Example: after 10 tokens a layer with a window of 4 has the last 3, which are copied to rows 7, 8 and 9.
         """
@@ -154,9 +172,9 @@ class FixedCache(Cache):
             if layer.is_initialized:
                 if not ours.is_initialized:
                     ours.lazy_initialization(layer.keys, layer.values)
-                first = num_tokens - layer.keys.shape[-2]
-                ours.keys[:, :, first:num_tokens] = layer.keys
-                ours.values[:, :, first:num_tokens] = layer.values
+                texts, first = len(layer.keys), num_tokens - layer.keys.shape[-2]
+                ours.keys[:texts, :, first:num_tokens] = layer.keys
+                ours.values[:texts, :, first:num_tokens] = layer.values
 
     def keys_values_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """For each layer keys and values `[heads, n, size]` of a sequence's first tokens, without hidden ones."""
@@ -178,34 +196,78 @@ class FixedCache(Cache):
 
 
 def _of_heads(rows: Tensor, states: Tensor) -> Tensor:
-    """`[texts, n]` rows expanded to `[texts, heads, n, size]`, for `states` `[texts, heads, ..., size]`."""
-    return rows[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    """`[texts, n]` rows expanded to `[..., texts, heads, n, size]`, for `states` `[..., texts, heads, ..., size]`."""
+    return rows[:, None, :, None].expand(*states.shape[:-2], -1, states.shape[-1])
+
+
+def free_bytes(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
+
+
+class Budget:
+    """Bounds the memory of all fixed caches of a target and its drafts.
+
+    Args:
+        device: the most bytes are a share of what is free there now; infinite without CUDA.
+        forget: destroys all graphs, which may refer to dropped caches.
+
+    Attributes:
+        text: number of texts so far; caches that the present text uses are never dropped.
+    """
+
+    def __init__(self, device: torch.device, forget: Callable[[], None]) -> None:
+        self.most = free_bytes(device) * SHARE
+        self.forget, self.text = forget, 0
+        self.owners: WeakSet[FixedCaches] = WeakSet()
+
+    def make_room(self, needed: float) -> None:
+        """Drop the least recently used caches if `needed` further bytes do not fit, and some more than needed, because
+        all graphs are captured again."""
+        old = [(cache.text, id(cache), key, owner) for owner in self.owners for key, cache in owner.made.items()]
+        old = sorted(each for each in old if each[0] < self.text)
+        used = needed + sum(owner.num_bytes for owner in self.owners)
+        if not old or used <= self.most:
+            return
+        for _, _, key, owner in old:
+            if used > self.most * KEPT_SHARE:
+                used -= owner.made.pop(key).num_bytes
+        self.forget()
 
 
 class FixedCaches:
-    """Caches of different sizes for one sequence or batch at a time, kept between calls because graphs use them."""
+    """Caches of different sizes for one sequence or batch at a time, kept between calls because graphs use them.
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
-        self.num_layers, self.device = num_layers, device
-        self._made: dict[Hashable, FixedCache] = {}
+    Attributes:
+        made: the caches, by capacity and positions.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device, budget: Budget) -> None:
+        self.num_layers, self.device, self.budget = num_layers, device, budget
+        self.made: dict[tuple[int, torch.Size | None], FixedCache] = {}
+        self._bytes = 0.0  # for a token of one text, once known
+        budget.owners.add(self)
 
     def empty(self, num_tokens: int, positions: torch.Size | None) -> FixedCache:
         """The smallest cache for `num_tokens` tokens, emptied; made if missing."""
         key = capacity_for(num_tokens), positions
-        if key not in self._made:
-            self._made[key] = FixedCache(self.num_layers, key[0], self.device, positions)
+        if key not in self.made:
+            for made in self.made.values():
+                self._bytes = made.num_bytes / (made.capacity * len(made.length))
+            self.budget.make_room(self._bytes * key[0] * (1 if positions is None else positions[-2]))
+            self.made[key] = FixedCache(self.num_layers, key[0], self.device, positions)
         else:
-            self._made[key].clear()
-        return self._made[key]
+            self.made[key].clear()
+        self.made[key].text = self.budget.text
+        return self.made[key]
 
     def clear(self) -> None:
         """Drop all caches. A cache that a `FixedContext` refers to stays alive."""
-        self._made.clear()
+        self.made.clear()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(each.nbytes for cache in self._made.values() for each in cache.tensors)
+        return sum(cache.num_bytes for cache in self.made.values())
 
 
 class FixedContext:
@@ -234,20 +296,33 @@ class FixedContext:
         return cache
 
 
-def prepared(
-    inputs: dict[str, Any], model: CausalLM, cache: FixedCache, tokens: Tensor, longest: float
-) -> dict[str, Any]:
-    """Begin a captured pass over `tokens` `[texts, n]`: `inputs` with masks and position ids adapted to the model."""
-    cache.begin_pass(tokens.shape[1])
-    positions = inputs["position_ids"]
+def pass_inputs(model: CausalLM, cache: FixedCache, nodes: Nodes, num_prefix: Tensor, longest: float) -> dict[str, Any]:
+    """Begin a captured pass over `nodes` after `num_prefix` `[texts]` tokens: mask and position ids of the pass.
+    `longest`: the number of positions of the model."""
+    inputs = inputs_in_place(model, cache, nodes, num_prefix)
+    cache.begin_pass(len(nodes.places))
     if longest < float("inf"):  # dummies may be beyond the last position
-        positions = positions.clamp_max(int(longest) - 1)
-    return inputs | {"attention_mask": for_groups(inputs["attention_mask"], model), "position_ids": positions}
+        inputs["position_ids"] = inputs["position_ids"].clamp_max(int(longest) - 1)
+    return inputs
 
 
 def capacity_for(num_tokens: int) -> int:
-    """The capacity for `num_tokens` tokens: 256, 512, 1024, ..., so that few sizes are captured."""
+    """The capacity for `num_tokens` tokens: 256, 512, ..., 8192, 16384, 24576, ..., so that few sizes are captured."""
+    if num_tokens > LARGE_CAPACITY:
+        return -(-num_tokens // LARGE_CAPACITY) * LARGE_CAPACITY
     return max(MIN_CAPACITY, width_of(num_tokens))
+
+
+def rows_for(texts: int) -> int:
+    """Rows for `texts` sequences: 1, 2, 4, 8, ..., so that few batch sizes are captured. Further rows repeat the last
+    sequence and count as ended."""
+    return width_of(texts)
+
+
+def with_rows(per_text: Tensor, dim: int = 0) -> Tensor:
+    """`per_text`, repeated at the end of axis `dim` to `rows_for` the sequences."""
+    texts = per_text.shape[dim]
+    return per_text.index_select(dim, span(rows_for(texts), per_text.device).clamp_max(texts - 1))
 
 
 def num_cache_layers(text_config: Any) -> int | None:

@@ -91,17 +91,18 @@ class Graphs:
         beside: other graphs of this device, whose family is shared; never run graphs of both at a time.
 
     Attributes:
-        seconds, num_bytes: time of all captures, and device memory reserved by them.
+        seconds: time of all captures.
         why_not: why a function with `falls_back` was not captured; then no further functions are captured.
     """
 
     def __init__(self, device: torch.device, beside: Graphs | None = None) -> None:
-        self.device, self.seconds, self.num_bytes = device, 0.0, 0
+        self.device, self.seconds = device, 0.0
         self.why_not: str | None = None
         self._is_passing, self._failed = False, 0
         self.family: Family = Family(device) if beside is None else beside.family
         # With their functions, which keep tensors alive that the graphs read and write.
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
+        self._bytes: dict[Hashable, int] = {}
         self.family.members.append(self._graphs)
 
     def __len__(self) -> int:
@@ -109,6 +110,11 @@ class Graphs:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the captures of these graphs reserved."""
+        return sum(self._bytes[key] for key in self._graphs)
 
     def begin_text(self) -> None:
         """Called before a sequence: allows captures again if the last failure was `is_passing`."""
@@ -139,7 +145,7 @@ class Graphs:
                 self.family.clear()
             self._graphs[key] = self._capture(function, changes), function
             self.seconds += time.perf_counter() - begin
-            self.num_bytes += max(self._reserved() - before, 0)
+            self._bytes[key] = max(self._reserved() - before, 0)
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0

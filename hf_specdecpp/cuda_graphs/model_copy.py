@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_specdecpp.caches.masks import GROUPED
 from hf_specdecpp.cuda_graphs.graphs import is_capturing
 from hf_specdecpp.cuda_graphs.identity import tensors_of
-from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.faster_products import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing
+from hf_specdecpp.models.foreign import package_of
 
-GROUPED = "specdecpp_grouped"
-PIECES = ("RMSNorm", "MLP")  # ends of class names of modules that are compiled
+NORM, PIECE = "RMSNorm", "MLP"  # ends of class names of norms, and of modules that are compiled
 ROTARY = "apply_rotary_pos_emb"  # its name in transformers' modules
 
 
@@ -39,7 +39,7 @@ def grouped_attention(
     passes with a mask, and transformers copies all rows of a fixed cache in each layer.
 
     Example: 12 query heads share 2 heads of keys and values. Four tokens are read as 24 queries of each of these heads.
-    The mask is boolean `[batch, 1, tokens, cached tokens]`, or from `for_groups`.
+    The mask is boolean `[batch, 1, tokens, cached tokens]`, or from `caches.masks.as_mask`.
     """
     if any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -55,19 +55,6 @@ def grouped_attention(
     return output.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
-def for_groups(mask: Any, model: CausalLM) -> Any:
-    """The additive mask `[batch, 1, group * tokens, cached tokens]` of `grouped_attention`, made once for all layers of
-    a pass from a boolean one `[batch, 1, tokens, cached tokens]`, or a dictionary with one for each kind of layer."""
-    config = model.config.get_text_config(decoder=True)
-    if config._attn_implementation != GROUPED:
-        return mask
-    if isinstance(mask, dict):
-        return {kind: for_groups(each, model) for kind, each in mask.items()}
-    group = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-    return added.repeat(1, 1, group, 1)
-
-
 AttentionInterface.register(GROUPED, grouped_attention)
 
 
@@ -78,8 +65,8 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
 
     Args:
         others: modules that the model refers to without having registered them, as in `copy_sharing`.
-        fuse: compile norms, MLPs and rotary embedding in captures, each once for all layers: they launch half of a
-            pass's kernels. Takes some seconds for each new width.
+        fuse: compile MLPs and rotary embedding in captures, each once for all layers. Takes some seconds for each new
+            width.
     """
     copied = copy_sharing(model, *others, tensors=tensors_of(model, *others)).eval()
     parts = [copied, *(copied.model for _ in others)]
@@ -87,9 +74,49 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
             config._attn_implementation = GROUPED
+        if type(module).__name__.endswith(NORM):
+            _use_fast_norm(module)
         if fuse:
             _fuse(module)
     return copied
+
+
+def rms_norm(module: Any, hidden: Tensor) -> Tensor:
+    """The forward of most norms of transformers in one kernel instead of eight; in half precision without rounding
+    before the weight is applied."""
+    weight, eps = module.weight, _eps(module)
+    if hidden.dtype == weight.dtype != torch.float64:  # for which transformers' norms compute in float32
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+    return weight * F.rms_norm(hidden.float(), weight.shape, None, eps).to(hidden.dtype)
+
+
+def rms_norm_around_one(module: Any, hidden: Tensor) -> Tensor:
+    """The forward of Gemma's norms, whose factor is 1 + weight in float32."""
+    factor = 1.0 + module.weight.float()
+    return F.rms_norm(hidden.float(), factor.shape, factor, _eps(module)).type_as(hidden)
+
+
+def _eps(module: Any) -> Any:
+    own = vars(module)
+    return own.get("variance_epsilon", own.get("eps"))
+
+
+@torch.no_grad()
+def _use_fast_norm(module: Any) -> None:
+    """Let a norm of a copy run the fast function that computes the same, if there is one. They are compared on two
+    tokens, the first of the size of epsilon's root."""
+    weight, eps = module._parameters.get("weight"), _eps(module)
+    forward = type(module).forward
+    is_known = package_of(forward) == "transformers" and "forward" not in vars(module)
+    if not is_known or weight is None or weight.is_meta or eps is None:
+        return
+    token = torch.linspace(-1.0, 1.0, len(weight), device=weight.device)
+    tokens = torch.stack((2.0 * eps**0.5 * token, 3.0 - token))
+    expected = forward(module, tokens).double()
+    for norm in (rms_norm, rms_norm_around_one):
+        if torch.allclose(norm(module, tokens).double(), expected, rtol=1e-4):
+            module.forward = MethodType(norm, module)
+            return
 
 
 def _fuse(module: nn.Module) -> None:
@@ -97,7 +124,7 @@ def _fuse(module: nn.Module) -> None:
     forward = type(module).forward
     if "forward" in vars(module):  # replaced by other code
         return
-    if type(module).__name__.endswith(PIECES):
+    if type(module).__name__.endswith(PIECE):
         module.forward = MethodType(_compiling(forward, 1), module)
         return
     code: Any = inspect.unwrap(forward)  # without the decorators of transformers

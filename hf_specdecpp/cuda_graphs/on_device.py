@@ -11,13 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_specdecpp.caches.masks import span
 from hf_specdecpp.trees.verification import Verification, acceptance_of, or_p, sibling_tests
-
-
-def race(weights: Tensor, times: Tensor) -> Tensor:
-    """Indices `[...]` drawn in proportion to `weights` w `[..., n]`, each with the smallest E_i / w_i. `times`: the E_i
-    `[..., n]`, independent exponential numbers above 0."""
-    return (weights / times).argmax(-1)
 
 
 def draw_next(weights: Tensor, last: Tensor) -> Tensor:
@@ -29,9 +24,15 @@ def draw_next(weights: Tensor, last: Tensor) -> Tensor:
 
 
 def exponential(*shape: int, device: torch.device) -> Tensor:
-    """Random `times` for `race`."""
+    """Independent exponential numbers above 0: the index of the largest w_i / E_i is drawn in proportion to w."""
     times = torch.empty(shape, device=device).exponential_()
     return times.clamp_min_(torch.finfo(times.dtype).tiny)
+
+
+def num_drawn(weights: Tensor, greedy: bool) -> Tensor:
+    """Number `[texts]` of candidates before the first that could not be drawn, by the largest of its `weights` `[texts,
+    k]`, scores if `greedy`: q is NaN or all tokens are excluded."""
+    return (weights > (float("-inf") if greedy else 0.0)).cumprod(-1).sum(-1)
 
 
 def count_until(fires: Tensor) -> Tensor:
@@ -84,22 +85,12 @@ def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False
     return slots.flatten(1).sort(descending=True, stable=True).indices[:, :width]
 
 
-def match_choices(tokens: Tensor, parents: Tensor, drawn: Tensor, choices: Tensor) -> Tensor:
-    """Whether each node `[texts, n]` is `drawn` and equals the target's choice after its parent.
-
-    Args:
-        tokens, parents, drawn: `[texts, n]`; in `parents` the root is number 0, the first node 1.
-        choices: `[texts, n + 1]`, the target's likeliest tokens after the root and after each node.
-    """
-    return (tokens == choices.gather(1, parents)) & drawn
-
-
 def last_on_path(passing: Tensor, ancestors: Tensor) -> Tensor:
     """The deepest node `[texts]` that passes with all its ancestors; 0 is the root. `passing`: `[texts, n]`, the nodes
     that pass, at most one child of each node; `ancestors`: `[texts, n + 1, n + 1]`, each node itself included."""
     fails = functional.pad(~passing, (1, 0), value=False)
     on_path = ~(ancestors & fails[:, None]).any(-1)
-    return (on_path * torch.arange(on_path.shape[1], device=passing.device)).amax(-1)
+    return (on_path * span(on_path.shape[1], passing.device)).amax(-1)
 
 
 def tree_tests(
@@ -111,8 +102,8 @@ def tree_tests(
     together.
 
     Args:
-        tokens, parents: `[texts, n]`, as in `match_choices`, `width` nodes in each level, siblings in the order of
-            drawing.
+        tokens, parents: `[texts, n]`, `width` nodes in each level, siblings in the order of drawing; in `parents` the
+            root is number 0, the first node 1.
         p: `[texts, n + 1, vocab]`, the target's probabilities after the root and after each node.
         q: `[texts, m, vocab]`, distributions of the first child of the root and of each node above the last level;
             further rows are ignored. A node of q = 0 is never accepted.
@@ -173,7 +164,7 @@ def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Te
     nodes = parents.shape[1]
     if tests.shape[1] == nodes:
         return last_on_path(pass_first(parents, tests, uniform), ancestors)
-    heights = (nodes - 1 - torch.arange(nodes, device=parents.device)) // width
+    heights = (nodes - 1 - span(nodes, parents.device)) // width
     # The order has the digits rank - width along a path, and then 0, larger than the digits of nodes below.
     digits = (sibling_ranks(parents) - width) * (width + 1) ** heights
     order = (ancestors[:, :, 1:] * digits[:, None]).sum(-1)

@@ -205,9 +205,7 @@ def build(
     return model.eval().requires_grad_(False)
 
 
-def token_ids(
-    named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int | None, source: str
-) -> Tensor | None:
+def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int, source: str) -> Tensor | None:
     """Take the tensors `d2t` and `t2d` out of `named`, and return the target's ids of the draft's tokens,
     `[draft_vocab_size]`; `None` for all tokens. `ValueError` if they are damaged or missing.
 

@@ -264,7 +264,7 @@ class SharedSteps(RoundSteps):
             logits, hidden, further = self.draft.run(tokens, states, seen)
             level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
             tokens = level.tokens
-            states = further[None].gather(1, level.parents[..., None].expand(-1, -1, further.shape[-1]))
+            states = level.of_parents(further[None])
 
 
 class Gemma4(PublishedKind):

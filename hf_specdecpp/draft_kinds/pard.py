@@ -43,7 +43,8 @@ class ParallelDrafter(Drafter):
     Example: with `block=3` the pass after a b c reads a b c M M, and the rows of c, M and M propose the candidates."""
 
     def __init__(self, model: CausalLM, draft_vocab: Tensor | None, mask_token: int, block: int = BLOCK) -> None:
-        if not 0 <= mask_token < (known := num_embeddings(model)) or keeps_recurrent_state(model):
+        known = num_embeddings(model)
+        if not 0 <= mask_token < known or keeps_recurrent_state(model):
             raise ValueError(
                 f"{type(model).__name__} cannot be a PARD draft: its mask token (pard_token={mask_token}) needs one of "
                 f"its {known} embeddings, and recurrent states cannot drop mask tokens. Use another draft."

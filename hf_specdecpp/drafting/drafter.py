@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hf_specdecpp.caches.masks import inputs_in_place
+from hf_specdecpp.caches.masks import Nodes, chain_nodes, kept_chain_nodes, span
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_cache_layers, prepared, why_not_in_place
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_cache_layers, pass_inputs, why_not_in_place
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
 from hf_specdecpp.drafting.rows import BatchSession, RowSession
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, takes_positions, why_no_positions
+from hf_specdecpp.models.causal_lm import (
+    CausalLM,
+    inner_decoder,
+    num_embeddings,
+    takes_positions,
+    why_no_positions,
+)
 from hf_specdecpp.models.target_states import StateReader
+
+MOST_KEPT = 64  # tokens of passes whose masks are kept: those of rounds, not of prompts
 
 
 class Drafter(DraftModel, Draft):
@@ -69,14 +76,17 @@ class ModelSteps(RoundSteps):
         window = window._replace(tokens=drafter.known(window.tokens))
         logits, hidden = (each[:, None] for each in read(drafter, cache, window, self.vocab_size))
         num_prefix = cache.length.clone()
+        knows_all = num_embeddings(drafter.model) >= self.vocab_size
         while True:
             level = yield logits, hidden
             end = begin + level.tokens.shape[1]
-            own = None
-            if self.size is not None:
-                own = hidden.gather(1, level.parents[..., None].expand(-1, -1, hidden.shape[-1]))
-            inputs = inputs_in_place(drafter.model, cache, level.seen, depths, depths[begin:end], num_prefix)
-            hidden = hidden_states(drafter, cache, drafter.known(level.tokens), own, inputs)
+            own = None if self.size is None else level.of_parents(hidden)
+            if level.seen is None:
+                nodes = kept_chain_nodes(1, self.device, begin, len(depths))
+            else:
+                nodes = Nodes(level.seen, depths, depths[begin:end])
+            tokens = level.tokens if knows_all else drafter.known(level.tokens)
+            hidden = hidden_states(drafter, cache, tokens, own, nodes, num_prefix)
             logits = drafter.logits(hidden, self.vocab_size)
             cache.length.add_(end - begin)
             begin = end
@@ -91,18 +101,18 @@ def read(drafter: DraftModel, cache: FixedCache, window: Window, vocab_size: int
 
 def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None) -> Tensor:
     """Hidden states `[rows, n, hidden_size]` of a pass over n consecutive tokens. `cache.length` does not change."""
-    span = torch.arange(tokens.shape[1], device=tokens.device)
-    seen = span <= span[:, None]
+    count, device = tokens.shape[1], tokens.device
+    nodes = (chain_nodes if count > MOST_KEPT else kept_chain_nodes)(count, device)
     if cache.prompt is not None:  # padding is seen by itself only
-        own = cache.prompt.shown.gather(1, (cache.length[:, None] + span).clamp_max(cache.capacity - 1))
-        seen = seen & (own[:, None] | (span == span[:, None]))
-    inputs = inputs_in_place(drafter.model, cache, seen, span, span, cache.length)
-    return hidden_states(drafter, cache, tokens, states, inputs)
+        places = span(count, device)
+        own = cache.prompt.shown.gather(1, (cache.length[:, None] + places).clamp_max(cache.capacity - 1))
+        nodes = Nodes(nodes.seen & (own[:, None] | (places == places[:, None])), places, places)
+    return hidden_states(drafter, cache, tokens, states, nodes, cache.length)
 
 
 def hidden_states(
-    drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
+    drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None, nodes: Nodes, num_prefix: Tensor
 ) -> Tensor:
-    """`[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]` with the given masks and positions."""
-    inputs = prepared(inputs, drafter.model, cache, tokens, drafter.max_length)
+    """`[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, the `nodes` after a prefix."""
+    inputs = pass_inputs(drafter.model, cache, nodes, num_prefix, drafter.max_length)
     return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)

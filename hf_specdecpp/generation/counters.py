@@ -55,7 +55,7 @@ class Counters:
         preparing_seconds: these passes, and making or checking copies of weights.
         state_bytes: memory for recurrent states, which are restored after a rejection.
         graphs, graph_seconds, graph_bytes: number of CUDA graphs of these passes and rounds so far, seconds of their
-            capture, and memory of the graphs and of their caches for target and draft.
+            capture, and present memory of all graphs of the target, their caches for target and drafts, and q.
         uncaptured: why the target's passes were not captured; `None` if they were, or if graphs are off.
         last_tree: the latest verified tree with candidates; `str()` draws it. `None` for chains.
         branched_tree: the tree with the most nodes that have several children; if equal, the largest.

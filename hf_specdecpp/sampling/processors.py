@@ -13,9 +13,65 @@ from transformers.generation import logits_process, stopping_criteria
 # Candidates: token ids on the host, or 0-d or `[k]` tensors of them, which need no upload.
 Tokens: TypeAlias = Sequence[int] | Sequence[Tensor] | Tensor
 
+# Whose numbers CUDA graphs read from a tensor, in transformers' order.
+WARPERS = (
+    logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+)  # fmt: skip
+FORBIDDEN, MOST_TOP_K = float("-inf"), 1024  # the largest k for which scores are not sorted
+
+
+class Warpers(LogitsProcessor):
+    """Temperature, top-k, top-p and min-p as contents of a tensor, so that CUDA graphs apply other numbers, for each
+    row of a batch its own of the same kind, without another capture. Computes the scores of transformers' processors.
+
+    Attributes:
+        numbers: `[rows, 4]` float32: temperature, k, 1 - p and min-p, for equally many consecutive rows of scores each.
+        kind: all that a graph depends on: whether all scores are sorted, for top-p or a large k, and whether there are
+            a top-k and a min-p.
+    """
+
+    def __init__(self, processors: Sequence[Any]) -> None:
+        given: dict[str, Any] = {}
+        for each in processors:
+            given |= vars(each)
+        temperature, k, p, min_p = map(given.get, ("temperature", "top_k", "top_p", "min_p"), (1.0, 1 << 24, 2.0, 0.0))
+        self.numbers = torch.tensor([[temperature, k, 1 - p, min_p]], dtype=torch.float32)
+        has_top_k, sorts = "top_k" in given, "top_p" in given or "top_k" in given and k > MOST_TOP_K
+        self.kind = "warpers", sorts, has_top_k, "min_p" in given
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        numbers = self.numbers[:, None].expand(-1, len(scores) // len(self.numbers), -1)
+        temperature, k, rest, min_p = numbers.reshape(-1, 4).split(1, dim=-1)
+        scores, (_, sorts, has_top_k, has_min_p) = scores / temperature, self.kind
+        if has_top_k and not sorts:
+            first = scores.topk(min(MOST_TOP_K, scores.shape[-1])).values
+            least = first.gather(-1, k.clamp_max(first.shape[-1]).long() - 1)
+            scores = scores.masked_fill(scores < least, FORBIDDEN)
+        if sorts:
+            ascending, order = scores.sort(stable=True, dim=-1)
+            least = ascending.gather(-1, (scores.shape[-1] - k).clamp_min(0).long())
+            removed = ascending.masked_fill(ascending < least, FORBIDDEN).softmax(-1).cumsum(-1) <= rest
+            removed[:, -1] = False
+            scores = scores.masked_fill((scores < least) | removed.scatter(-1, order, removed), FORBIDDEN)
+        if has_min_p:
+            probs = scores.softmax(-1)
+            most = probs.max(-1, keepdim=True)
+            removed = (probs < min_p * most.values).scatter(-1, most.indices, False)
+            scores = scores.masked_fill(removed, FORBIDDEN)
+        return scores
+
+
+def _warps(processor: object) -> bool:
+    own = getattr(processor, "__dict__", {})
+    usual = own.get("min_tokens_to_keep", 1) == 1 and own.get("filter_value", FORBIDDEN) == FORBIDDEN
+    return class_of(processor) in WARPERS and usual
+
+
 # Do not depend on the tokens: all positions can be processed as one batch.
 PREFIX_FREE = frozenset(
     {
+        Warpers,
         logits_process.EpsilonLogitsWarper,
         logits_process.EtaLogitsWarper,
         logits_process.InfNanRemoveLogitsProcessor,
@@ -164,6 +220,19 @@ class Processing:
         if found.fits_graphs:
             return found
         return Processing([each for each in found.processors if class_of(each) in PREFIX_FREE])
+
+    def with_contents(self) -> Processing:
+        """With one of `Warpers` in place of each run of processors whose numbers can be contents of a tensor."""
+        found: list[Any] = []
+        runs: list[Any] = []
+        for each in self.processors:
+            if not _warps(each):
+                found.append(each)
+            elif runs and found[-1] is runs and WARPERS.index(type(runs[-1])) < WARPERS.index(type(each)):
+                runs.append(each)
+            else:
+                found.append(runs := [each])
+        return Processing([Warpers(each) if isinstance(each, list) else each for each in found])
 
     def for_draft(self) -> Processing:
         """Without the processors that must not be called for candidates; `KNOWN` ones in `InOrder` are unwrapped."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_specdecpp.caches.masks import span
 from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads, widest
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -101,7 +102,7 @@ def outcomes(
     """
     ratios = chain_ratios(candidates, p, q)
     if count is not None:  # without q nothing is left out of p after the last candidate
-        drawn = torch.arange(ratios.shape[-1], device=q.device) < count[..., None]
+        drawn = span(ratios.shape[-1], q.device) < count[..., None]
         ratios, q = torch.where(drawn, ratios, 0.0), q * drawn[..., None]
     carries = carries_of(ratios, verification)
     left = leftovers(carries, p, q)

@@ -16,9 +16,10 @@ from support.enumeration.toy_rounds import HIDDEN_SIZE, make_estimator
 from support.targets.models import assistant_for, assistant_of, quiet_later_layers, tiny
 from torch import Tensor, nn
 
-from hf_specdecpp.caches.masks import inputs_in_place
+from hf_specdecpp.caches.masks import Nodes
 from hf_specdecpp.cuda_graphs import captured_draft
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules
+from hf_specdecpp.cuda_graphs.fixed_cache import pass_inputs
 from hf_specdecpp.drafting import drafter as model_steps
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator
@@ -41,7 +42,7 @@ class Contents:
         self.embed = nn.Embedding(VOCAB, HIDDEN_SIZE)
 
 
-Nodes = list[tuple[int, int, float]]  # of the second level: place of the parent, token, chance that it stands
+SecondLevel = list[tuple[int, int, float]]  # of the second level: place of the parent, token, chance that it stands
 
 
 def rates(seed: int) -> AcceptanceRates:
@@ -53,7 +54,7 @@ def rates(seed: int) -> AcceptanceRates:
     return found
 
 
-def captured(contents: Contents, estimator: Estimator, greedy: bool, learned: AcceptanceRates) -> Nodes:
+def captured(contents: Contents, estimator: Estimator, greedy: bool, learned: AcceptanceRates) -> SecondLevel:
     rules = RoundRules(greedy, Processing([]), Processing([]), estimator, None, 0, "token")
     draft: Any = SimpleNamespace(
         device=torch.device("cpu"), shift=torch.zeros(len(EDGES) + 1), _shift=None, edges=torch.tensor(EDGES)
@@ -70,7 +71,7 @@ def captured(contents: Contents, estimator: Estimator, greedy: bool, learned: Ac
     return list(zip(level_drawn.parents[0].tolist(), level_drawn.tokens[0].tolist(), values[0].tolist(), strict=True))
 
 
-def uncaptured(contents: Contents, estimator: Estimator, greedy: bool, learned: AcceptanceRates) -> Nodes:
+def uncaptured(contents: Contents, estimator: Estimator, greedy: bool, learned: AcceptanceRates) -> SecondLevel:
     def expand(tree: Any, nodes: list[int]) -> Level:
         level = tree.levels
         return Level(contents.scores[level][0], contents.hidden[level][0], contents.embed)
@@ -139,30 +140,31 @@ def test_mutants_are_noticed(owner: Any, name: str, mutant: Any, greedy: bool, m
 # Steps and passes of drafts. ------------------------------------------------------------------------------------------
 
 
-def forgets_nothing(draft: CapturedDraft, read: Any, tokens: torch.Tensor, states: Any) -> None:
+def forgets_nothing(draft: CapturedDraft, *arguments: Any, **drafted: Any) -> None:
     """What was emitted is read behind what the draft has read of candidates."""
     draft.context.cache.length.add_(1)
-    DROP(draft, read, tokens, states)
+    SETTLE(draft, *arguments, **drafted)
 
 
-DROP = CapturedDraft._drop
+SETTLE = CapturedDraft.settle
 
 
-def sees_siblings(model: Any, room: Any, ancestors: Any, *rest: Any) -> dict[str, Any]:
-    return inputs_in_place(model, room, ancestors.cummax(dim=1).values, *rest)
+def sees_siblings(model: Any, room: Any, nodes: Nodes, *rest: Any) -> dict[str, Any]:
+    siblings = Nodes(nodes.seen.cummax(dim=1).values, nodes.depths, nodes.places)
+    return pass_inputs(model, room, siblings, *rest)
 
 
 def stands_behind_all(*args: Any) -> dict[str, Any]:
-    found = inputs_in_place(*args)
+    found = pass_inputs(*args)
     ids = found["position_ids"]
     return found | {"position_ids": ids + torch.arange(ids.shape[1])}
 
 
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(("settings", "owner", "name", "mutant"), [
-    (CHAIN, CapturedDraft, "_drop", forgets_nothing),
-    (TREE, model_steps, "inputs_in_place", sees_siblings),
-    (TREE, model_steps, "inputs_in_place", stands_behind_all),
+    (CHAIN, CapturedDraft, "settle", forgets_nothing),
+    (TREE, model_steps, "pass_inputs", sees_siblings),
+    (TREE, model_steps, "pass_inputs", stands_behind_all),
 ], ids=["forgets nothing", "sees siblings", "stands behind all"])  # fmt: skip
 def test_passes_that_are_wrong_are_noticed(
     settings: dict[str, Any], owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -252,7 +252,7 @@ class OnePathForAll(KindTree):
 
 class AnotherBias(KindRound):
     """q is returned with the bias of a wrong token or row: of the sequence's last token at each place, of a draft's id
-    where the target's belongs, of the token before that, or of the row before."""
+    where the target's belongs, of the token before that, or of the next row."""
 
     def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         chain = super().draft(randomness, rule, prefix)

@@ -1,19 +1,25 @@
-"""What a captured round asks of the host: two launches and one read, or three and two, where processors are called in
+"""What a captured round asks of the host: one launch and one read, or two of each, where processors are called in
 between; on pretended graphs of a pretended device."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.devices.pretend_cuda import pretend_graphs_on_devices
 from support.devices.pretend_devices import on_device
+from support.devices.pretend_graph import pretend_graphs
 from support.targets.calls import our_calls
-from support.targets.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.models import assistant_for, assistant_of, configured, prompt, quiet_later_layers, tiny
 from torch import Tensor
+from torch.nn import functional
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.caches import masks
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.cuda_graphs import model_copy
+from hf_specdecpp.cuda_graphs.graphs import Graphs
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.captured.parts import GraphDrafts
 from hf_specdecpp.generation.decoding import AssistedDecoding
@@ -84,7 +90,7 @@ def by_rows(*rules: str) -> list[Any]:
 @pytest.mark.daily("greedy-fixed-1", "greedy-throughput-3", takes=8)
 @pytest.mark.parametrize(("rule", "rows"), by_rows(*RULES))
 @pytest.mark.parametrize("how", WAYS)
-def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[tuple[int, int, int, int]]) -> None:
+def test_one_launch_and_one_read(rule: str, how: str, rows: int, rounds: list[tuple[int, int, int, int]]) -> None:
     assistant, found, plain = two_texts(rule, rows, rounds, **WAYS[how])
     assert how == "sampled" or torch.equal(found[1], plain)
     assert assistant.stats.decided["rounds"] == "captured"
@@ -93,8 +99,7 @@ def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[
         assert captured == 0 or rule == "throughput"  # which tries other shapes
         if captured:
             continue
-        assert replayed in ((1, 2) if rule == "throughput" else (2,))  # a round without candidates drafts nothing
-        assert read == 1
+        assert replayed == read == 1
         # Beside the replays: what is emitted is put behind each text, and an estimate's calibration goes to the device.
         assert launched - replayed <= 3 * rows + 1
 
@@ -103,7 +108,7 @@ def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[
 @pytest.mark.takes(8)
 @pytest.mark.parametrize(("rule", "rows"), by_rows("fixed", "tree"))
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_three_launches_and_two_reads_with_processors_between(
+def test_two_launches_and_two_reads_with_processors_between(
     rule: str, sampled: bool, rows: int, rounds: list[tuple[int, int, int, int]]
 ) -> None:
     """The processors, which read nothing by themselves, launch what they launch."""
@@ -113,7 +118,7 @@ def test_three_launches_and_two_reads_with_processors_between(
     assert assistant.stats.decided["rounds"] == BETWEEN
     assert len(rounds) > 3
     for captured, replayed, read, _ in rounds:
-        assert (captured, replayed, read) == (0, 3, 2)
+        assert (captured, replayed, read) == (0, 2, 2)
 
 
 def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
@@ -130,6 +135,72 @@ def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
     assert len(seen) > 4
     assert not any(seen)
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# Kernels of a round, counted on the pretended graph. ------------------------------------------------------------------
+
+
+@torch.library.custom_op("pretended::rms_norm", mutates_args=())
+def one_norm(hidden: Tensor, shape: list[int], weight: Tensor | None, eps: float) -> Tensor:
+    """One kernel, as on CUDA; a CPU composes a norm of eight."""
+    return functional.rms_norm(hidden, shape, weight, eps).clone()
+
+
+def kernels(layers: int, **settings: Any) -> dict[str, int]:
+    """Launches of each graph of a greedy text in bfloat16; the draft is the first of so many layers."""
+    found: dict[str, int] = {}
+    add = Graphs._add
+
+    def counted(graphs: Graphs, key: Any, *arguments: Any) -> None:
+        add(graphs, key, *arguments)
+        recorded: Any = graphs._graphs[key][0]
+        found[key[0]] = len(recorded.launches)
+
+    attention = functional.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patch, pretend_graphs():
+        patch.setattr(Graphs, "_add", counted)
+        patch.setattr(model_copy, "F", SimpleNamespace(rms_norm=one_norm, scaled_dot_product_attention=attention))
+        target = tiny("llama", num_hidden_layers=layers).to(torch.bfloat16)
+        assistant = configured(SpecDecPPAssistant.from_early_exit(target, 1), adapt=False, **settings)
+        texts(prompt(9), target, assistant, do_sample=False)
+        assert assistant.stats.decided["rounds"] == "captured"
+    return found
+
+
+def kernels_of(layers: int, graph: str, **settings: Any) -> int:
+    """As `kernels`, from two and three layers: each further layer launches as much as the third."""
+    few, more = (kernels(count, **settings)[graph] for count in (2, 3))
+    return few + (layers - 2) * (more - few)
+
+
+FIVE: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
+THIRTY: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 30}
+
+
+@pytest.mark.takes(6)
+@pytest.mark.parametrize(
+    ("layers", "graph", "settings", "most"),
+    [(30, "round", FIVE, 1250), (32, "read", FIVE, 880), (32, "round", THIRTY, 1600)],
+    ids=["chain of 5", "plain pass", "tree of 30"],
+)  # fmt: skip
+def test_few_kernels(layers: int, graph: str, settings: dict[str, Any], most: int) -> None:
+    """They were 1,898, 1,329 and 2,385."""
+    assert most * 0.8 < kernels_of(layers, graph, **settings) <= most
+
+
+@pytest.mark.takes(6)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        (model_copy, "_use_fast_norm", lambda _: None),
+        (masks.Nodes, "mask", lambda nodes, model: masks.as_mask(nodes.columns(), model)),
+    ],
+    ids=["norms of eight kernels", "masks of each pass"],
+)
+def test_more_kernels_are_noticed(mutant: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    few = kernels(2, **FIVE)["round"]
+    monkeypatch.setattr(*mutant)
+    assert kernels(2, **FIVE)["round"] > few + 20
 
 
 # What one round runs of the package: counted in functions and files, which no clock disturbs. -------------------------

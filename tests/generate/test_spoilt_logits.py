@@ -18,8 +18,7 @@ from support.targets.watchers import Collector
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor
 
-from hf_specdecpp.cuda_graphs import on_device
-from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft
+from hf_specdecpp.cuda_graphs import captured_draft, on_device
 from hf_specdecpp.estimation.estimators import AcceptanceRates
 
 MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"
@@ -172,12 +171,8 @@ def test_a_drafts_nan_changes_nothing(name: str, captured: bool, greedy: bool) -
 
 
 def submits_what_was_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = CapturedDraft._count
-
-    def all_of_them(draft: CapturedDraft, shape: Any, levels: list[Any], rules: Any) -> Tensor:
-        return count(draft, shape, [level._replace(values=torch.ones_like(level.values)) for level in levels], rules)
-
-    monkeypatch.setattr(CapturedDraft, "_count", all_of_them)
+    count = captured_draft.num_drawn
+    monkeypatch.setattr(captured_draft, "num_drawn", lambda weights, greedy: count(torch.ones_like(weights), greedy))
 
 
 def test_an_estimate_of_what_was_not_drawn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.entry import calls
 from hf_specdecpp.generation.output_text import OutputText, Walk
 from hf_specdecpp.sampling import processors
-from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, for_row
+from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, Warpers, for_row
 
 FAST, SLOW = 10, 2000
 
@@ -383,3 +383,91 @@ def test_toys_are_asked() -> None:
     """The toys themselves: each is asked something by plain generation, and none raises."""
     for toy in TOYS:
         assert len(Call(toy=toy).run(ours=False)[1]) == 14
+
+
+# Numbers of sampling as contents. -------------------------------------------------------------------------------------
+
+
+WARPINGS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7}, "top-k": {"top_k": 7}, "all of top-k": {"top_k": 500},
+    "large top-k": {"top_k": 2000}, "top-p": {"top_p": 0.8},
+    "nothing of top-p": {"top_p": 0.0}, "min-p": {"min_p": 0.05},
+    "all": {"temperature": 1.6, "top_k": 40, "top_p": 0.9, "min_p": 0.02}, "all again": {"temperature": 0.3, "top_k": 3,
+    "top_p": 0.6, "min_p": 0.2},
+}  # fmt: skip
+MAKERS = {
+    "temperature": logits_process.TemperatureLogitsWarper, "top_k": logits_process.TopKLogitsWarper,
+    "top_p": logits_process.TopPLogitsWarper, "min_p": logits_process.MinPLogitsWarper,
+}  # fmt: skip
+
+
+def warpers(name: str) -> list[Any]:
+    return [MAKERS[each](value) for each, value in WARPINGS[name].items()]
+
+
+def warped(*names: str) -> tuple[Tensor, Tensor]:
+    """Scores by transformers and by one of `Warpers`, of two positions of rows with these numbers."""
+    scores = (3.0 * torch.randn(len(names), 2, 100, generator=torch.Generator().manual_seed(0))).bfloat16().float()
+    scores[:, 0, :30] = float("-inf")  # beside those that are equal
+    rows = [Processing(warpers(name)).with_contents().processors for name in names]
+    assert all(len(own) == 1 and isinstance(own[0], Warpers) for own in rows)
+    first, *_ = each_row = [cast(Warpers, each) for (each,) in rows]
+    first.numbers = torch.cat([each.numbers for each in each_row])
+    expected = [Processing(warpers(name)).of_nodes(row[None], None) for name, row in zip(names, scores, strict=True)]
+    return Processing([first]).of_nodes(scores, None), torch.cat(expected)
+
+
+@pytest.mark.parametrize("name", WARPINGS)
+def test_numbers_as_contents_warp_as_transformers_does(name: str) -> None:
+    assert torch.equal(*warped(name))
+
+
+def test_each_row_has_its_own_numbers() -> None:
+    assert torch.equal(*warped("all", "all again"))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_numbers_of_another_row_are_noticed(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Warpers.__call__
+
+    def mutant(own: Any, ids: Any, scores: Tensor) -> Tensor:
+        own.numbers[:, place] = own.numbers[:, place].flip(0)
+        return call(own, ids, scores)
+
+    monkeypatch.setattr(Warpers, "__call__", mutant)
+    found, expected = warped("all", "all again")
+    assert not torch.equal(found, expected)
+
+
+def test_what_is_no_usual_warper_stays() -> None:
+    """Another order is another run; other arguments, subclasses and other processors are called as they are."""
+
+    class Own(logits_process.TopKLogitsWarper):
+        pass
+
+    hot, least = logits_process.TemperatureLogitsWarper(2.0), logits_process.MinPLogitsWarper(0.1)
+    other = [logits_process.TopKLogitsWarper(5, filter_value=-1e9), logits_process.TopPLogitsWarper(0.5, -1e9, 2)]
+    named = [least, hot, *other, Own(3), logits_process.EtaLogitsWarper(0.1), hot]
+    found = Processing(named).with_contents().processors
+    assert [type(each) is Warpers for each in found] == [True, True, False, False, False, False, True]
+    assert found[2:6] == named[2:6]
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(Processing(found).along(prompt(3), [], scores), Processing(named).along(prompt(3), [], scores))
+
+
+@pytest.mark.takes(6)
+def test_another_number_is_no_capture() -> None:
+    with pretend_graphs() as counts:
+        target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
+        assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=3)
+        how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "pad_token_id": 0}
+        for place in range(3):
+            how |= {"temperature": 0.7 + place, "top_k": 30 - place, "top_p": 0.9 - 0.1 * place, "min_p": 0.01 * place}
+            target.generate(prompt(8), assistant_model=assistant, **how)
+            assert assistant.stats.decided["rounds"] == "captured"
+            assert bool(counts["captured"]) == (place == 0)
+            counts.clear()
+        # New numbers count: one token alone is possible now.
+        text = target.generate(prompt(8), assistant_model=assistant, **{**how, "top_k": 1})
+        assert not counts["captured"]
+        assert torch.equal(text, target.generate(prompt(8), max_new_tokens=12, do_sample=False, pad_token_id=0))

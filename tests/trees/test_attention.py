@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_specdecpp.caches.masks import CachedPrompt, inputs_in_place, tree_inputs, tree_mask
+from hf_specdecpp.caches.masks import CachedPrompt, Nodes, inputs_in_place, tree_inputs, tree_mask
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_cache_layers
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.attention import check_tree
@@ -219,11 +219,12 @@ def passes(
     growing = {"attention_mask": seen, "position_ids": position[:, None] + depths}
     shown = torch.ones((1, ROOM), dtype=torch.bool)
     shown[0, :total] = mask[0].bool()
-    known: dict[str, Any] = {"ancestors": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
+    known: dict[str, Any] = {"seen": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
     known |= {"num_prefix": torch.tensor([total]), "prompt": CachedPrompt(shown, position[:, None] - total)}
     given = change(known)
     room.prompt = given.pop("prompt")
-    fixed = inputs_in_place(model, room, **given)
+    num_prefix = given.pop("num_prefix")
+    fixed = inputs_in_place(model, room, Nodes(**given), num_prefix)
     assert fixed["position_ids"].shape == growing["position_ids"].shape
     expected = model(tokens, past_key_values=cache, **growing).logits
     room.begin_pass(tokens.shape[1])
@@ -250,7 +251,7 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "rows as positions": lambda given: {
         "prompt": CachedPrompt(given["prompt"].shown, torch.zeros(1, 1, dtype=torch.long))
     },
-    "sees siblings": lambda given: {"ancestors": given["ancestors"].cummax(dim=1).values},
+    "sees siblings": lambda given: {"seen": given["seen"].cummax(dim=1).values},
     "stands in rows": lambda _: {"depths": torch.arange(8), "places": torch.arange(5)},
     "one row short": lambda given: {"num_prefix": given["num_prefix"] - 1},
 }

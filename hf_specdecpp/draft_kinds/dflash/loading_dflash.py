@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,8 +69,9 @@ class DFlash(PublishedKind):
         "load that one, or a draft of this one."
     )
     title = "DFlash draft"
-    settings_class, model_class = DFlashSettings, DFlashModel
-    drafter = DFlashDraft
+    settings_class = DFlashSettings
+    model_class: ClassVar[type[DFlashModel]] = DFlashModel
+    drafter: ClassVar[type[DFlashDraft]] = DFlashDraft
     served_by = f"vLLM and SGLang serve it from its own repository, with the method dflash. {HEADS}"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
@@ -96,7 +97,7 @@ class DFlash(PublishedKind):
     def build(self, settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
         """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
         named, layer = NAMES.here(tensors, source), settings.layer
-        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size"), source)
+        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
         make = partial(self.model_class, settings)
         model = checkpoints.build(make, named, layer["num_hidden_layers"], source, self.title, NAMES)
         model.token_ids = ids
@@ -108,7 +109,7 @@ class DFlash(PublishedKind):
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
         """Return tensors with the names of the original format, and `d2t` and `t2d`."""
         tensors = NAMES.in_file(state or module.state_dict(), dtype)
-        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size"))
+        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write a DSpark checkpoint: the published draft, with the head of an assistant (`inputs="path"`)."""

@@ -369,13 +369,12 @@ class BlockSteps(RoundSteps):
         logits, previous = draft.head_logits(hidden), anchor
         memory = hidden.new_zeros((*previous.shape, draft.memory_size))
         for place in range(hidden.shape[1]):
-            rows, width = slice(place, place + 1), previous.shape[1]
-            own, given = (each[:, rows].expand(-1, width, -1) for each in (hidden, logits))
+            row, width = slice(place, place + 1), previous.shape[1]
+            own, given = (each[:, row].expand(-1, width, -1) for each in (hidden, logits))
             states, _ = draft.along(own, previous, memory)
             given, memory = draft.after(previous, given, own, memory)
             level = yield draft.of_target(given, self.vocab_size), states
-            previous, parents = level.tokens, level.parents[..., None]
-            memory = memory.gather(1, parents.expand(-1, -1, memory.shape[-1]))
+            previous, memory = level.tokens, level.of_parents(memory)
 
     def _places(self, count: int, size: int, last: Tensor) -> Tensor:
         """Offsets `[texts, count + size]` from the cache's length of the rows of window and block. The block starts at

@@ -16,7 +16,7 @@ from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, R
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.fixed_cache import why_not_copied, why_not_in_place
+from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied, why_not_in_place
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
@@ -43,8 +43,8 @@ from hf_specdecpp.throughput.round_shapes import (
     chains_up_to,
 )
 
-MOST_KEPT = 4  # captured rounds of a target, by draft and way of sampling
-MOST_TEXTS = 8  # rows of a batch
+MOST_KEPT = 16  # captured rounds of a target, by draft, way of sampling and number of rows
+MOST_TEXTS = 32  # rows of a batch
 # Arguments of a forward that captured passes support.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
 # Models whose own input preparation only switches rotary frequencies, which `why_not_in_place` checks.
@@ -128,22 +128,24 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
     greedy, processing = generator.randomness is None, generator.processing.together()
     fits = processing.fits_graphs and all(text.processing.can_show(text.length) for text in texts)
     rules = RoundRules(
-        greedy, generator.draft_processing.together().for_graphs(),
-        processing if fits else Processing([]),
+        greedy, generator.draft_processing.together().for_graphs().with_contents(),
+        processing.with_contents() if fits else Processing([]),
         generator.setup.estimator if speculation.rule != "fixed" or speculation.draws_trees else None,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
-    key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts), fits
+    rows = rows_for(len(texts))
+    key = steps.key, tuple(shapes), greedy, steps.vocab_size, rows, fits
     known = passes.rounds
     if key not in known:
         if len(known) >= MOST_KEPT:
             passes.graphs.family.clear()  # graphs cannot be freed one by one
             known.clear()
         spare = SPARE if speculation.rule == "throughput" else 0
-        draft = CapturedDraft(steps, shapes, len(texts), greedy, spare)
+        draft = CapturedDraft(steps, shapes, rows, greedy, spare, passes.budget)
         known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds())
     rounds, fastest = known[key]
+    rounds.take_numbers(rules)
     follows = speculation.rule == "threshold" and not speculation.draws_trees
     tiers: Tiers = RuleShapes(shapes if follows else shapes[-1:])
     if speculation.rule == "throughput":

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class GraphDrafts(Drafts):
-    """Proposes candidates by launching a graph, without waiting for it: `RoundGraphs` reads the candidates later.
+    """Proposes candidates by launching the graph of a round, without waiting for it: `RoundGraphs` reads the result.
 
     Args:
         texts: a single sequence, or the rows of a batch.
@@ -85,11 +85,11 @@ class GraphDrafts(Drafts):
         self.rounds.continue_with([self.texts.index(text) for text in texts])
         self.shape = self._shape(length := max(text.length for text in texts))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
-        self.rounds.propose(self.shape, self.rules, length)
+        self.rounds.propose(self.shape, self.rules, length, self.process)
 
     def verify(self) -> list[RoundReport]:
-        """Called by `RoundGraphs.read`: launch the target's pass with the verification, and wait for the results."""
-        reports = self.rounds.verify(self.shape, self.rules, self.process)
+        """Called by `RoundGraphs.read`: wait for the results of the round."""
+        reports = self.rounds.verify(self.shape, self.rules)
         if isinstance(self.tiers, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.tiers.seconds.record_round(self.shape, time.perf_counter() - self._launched)
         self.made += 1
@@ -164,8 +164,10 @@ class GraphTarget(RoundTarget):
         passes = self.passes
         made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
-        caches = [passes.caches, *(rounds.draft.caches for rounds in self.rounds)]
-        stats.graph_bytes = sum(each.num_bytes for each in made) + sum(each.num_bytes for each in caches)
+        kept = [rounds for rounds, _ in passes.rounds.values()]
+        memory = [passes.graphs, *(rounds.graphs for rounds in kept), *passes.budget.owners]
+        drawn = sum(rounds.draft.q.nbytes for rounds in kept if rounds.draft.q is not None)
+        stats.graph_bytes = sum(each.num_bytes for each in memory) + drawn
         for each in made:
             if each.why_not and stats.uncaptured is None:
                 what = "its pass" if each is passes.graphs else "a round"
@@ -184,7 +186,7 @@ class RoundGraphs(GraphTarget):
         self.graph_drafts, self.rounds = graph_drafts, [graph_drafts.rounds]
 
     def read(self, rounds: Sequence[Round]) -> None:
-        for each, report in zip(rounds, attempt(self.graph_drafts.verify), strict=True):
+        for each, report in zip(rounds, self.graph_drafts.verify(), strict=True):
             emitted = [*map(report.tree.tokens.__getitem__, report.path), report.token]
             # No scores: with requested scores rounds are not captured whole.
             each.result, each.is_verified = RoundResult(report.path, emitted, NO_SCORES, NO_SCORES), True

@@ -75,7 +75,7 @@ class WarmUpDecoding(AssistedDecoding):
                 self._make_whole_rounds(drafts)
             else:
                 self._read_target(target.passes, capacity)
-            capacity *= 2
+            capacity = capacity_for(capacity + 1)
 
     def _make_whole_rounds(self, drafts: GraphDrafts) -> None:
         for shape in {RoundShape(0), *drafts.tiers.shapes}:

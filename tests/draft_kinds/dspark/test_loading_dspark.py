@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[tuple[Checkpoint, dict[str, Any], dict[str, Any]], str]
        for name in RELATIVES if name[0].islower()},
     "an unknown relative": (flat(architectures=["FooDSparkModel"]), "FooDSparkModel.*layers that are not known"),
     "within the target": (flat(dspark_block_size=7), "dspark_block_size\\) with layers within the target's own"),
-    "another kind of speculators": (flat(speculators_model_type="peagle"), "speculators of type 'peagle'"),
+    "another kind of speculators": (flat(speculators_model_type="x"), "speculators of type 'x'"),
     "no mask": (flat(mask_token_id=...), "mask_token_id=None must be a whole number"),
     "a mask beyond the target": ((VARIANTS["minicpm"], {"mask_token_id": VOCAB}, {}), f"mask token {VOCAB}, and there"),
     "layers that do not ascend": (flat(target_layer_ids=[1, 0, 3]), "reads layers \\[1, 0, 3\\].*must ascend"),

@@ -207,7 +207,7 @@ NAMES = ["no_repeat_ngram_size", "many", "bad_words_ids", "sequence_bias", "supp
                          ids=["chain", "tree", "threshold", "throughput"])  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
 def test_processors_between(name: str, settings: dict[str, Any], tmp_path: Path, pretended: Counter[str]) -> None:
-    """Greedy, and drawn where one token alone is possible: a launch more a round, no capture after the first text."""
+    """Greedy, and drawn where one token alone is possible: two launches a round, no capture after the first text."""
     target, assistant = made("independent", tmp_path, **settings)
     for further in ({}, {}, {"do_sample": True, "top_k": 1}):
         before, how = pretended.copy(), {"max_new_tokens": 16, **PROCESSORS[name], **further}
@@ -218,7 +218,7 @@ def test_processors_between(name: str, settings: dict[str, Any], tmp_path: Path,
         # The draft knows nothing of watermarks, and graphs that are pretended may be too slow to draft with.
         assert stats.accepted > 0 or name == "watermarking_config" or settings["rule"] == "throughput"
         if pretended["captured"] == before["captured"]:
-            assert pretended["replayed"] - before["replayed"] == (2 + bool(stats.drafted)) * stats.rounds
+            assert pretended["replayed"] - before["replayed"] == 2 * stats.rounds
         if settings in (CHAIN, TREE):  # else another shape may be met
             assert (pretended["captured"] > before["captured"]) == (before["replayed"] == 0 or bool(further))
 

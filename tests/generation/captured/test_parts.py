@@ -19,11 +19,10 @@ from support.targets.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.cuda_graphs import captured_rounds, captured_target, on_device
+from hf_specdecpp.cuda_graphs import captured_rounds, captured_target, fixed_cache, on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundShape
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
-from hf_specdecpp.drafting import drafter as model_steps
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation import output_text as generation_text
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -45,7 +44,7 @@ def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tup
 @pytest.mark.daily("independent", "dflash windows", "dspark speculators, rnn")
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
-    """And each round is two replays, after the first text without a capture."""
+    """And each round is one replay, after the first text without a capture."""
     target, assistant = made(kind, tmp_path, **CHAIN)
     assistant.decisions = type(assistant.decisions)(draft_successors=False)
     for length in (4, 236):  # the second outgrows its room
@@ -55,7 +54,7 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
         before = pretended.copy()
         generate(target, assistant, length)
         assert pretended["captured"] == before["captured"]
-        assert pretended["replayed"] - before["replayed"] == 2 * assistant.stats.rounds
+        assert pretended["replayed"] - before["replayed"] == assistant.stats.rounds
         assistant.speculation.graphs = "off"
         _, expected = outcomes(target, assistant, length=length)
         assistant.speculation.graphs = "auto"
@@ -101,7 +100,7 @@ def test_replays_with_other_contents(kind: str, sampled: bool, tmp_path: Path) -
     results = [rounds.report, rounds.token, draft.tokens, draft.last, draft.candidates, draft.parents, draft.ancestors]
     results += [draft.count, draft.estimates, *lengths, *(each for each in (draft.states, draft.q) if each is not None)]
     made_of = list(rounds.graphs._graphs.values())
-    assert len(made_of) == 2
+    assert len(made_of) == 1
     for seed in range(2):
         for graph, function in made_of:
             torch.manual_seed(seed)
@@ -161,7 +160,7 @@ def test_a_head_values_the_slots_of_trees(kind: str, tmp_path: Path, pretended: 
             trees = noted_trees(patch)
             assert torch.equal(generate(target, assistant), plain)
         assert assistant.stats.decided["rounds"] == "captured"
-        assert pretended["captured"] - before["captured"] == 2 + (head is None)  # a pass is compared first
+        assert pretended["captured"] - before["captured"] == 1 + (head is None)  # a pass is compared first
         grown.append(trees[0])
         assert generate(target, assistant, **SAMPLED).shape == plain.shape
     assert grown[0] != grown[1]
@@ -288,7 +287,7 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
         assert assistant.stats.uncaptured is None
         assert assistant.stats.decided["rounds"] == "captured"
         assert (pretended["captured"] > before["captured"]) == (turn == 0)
-    assert pretended["replayed"] - before["replayed"] == 2 * max(row.rounds for row in assistant.stats.rows)
+    assert pretended["replayed"] - before["replayed"] == max(row.rounds for row in assistant.stats.rows)
     together_accepted = [row.accepted for row in assistant.stats.rows]
     assert sum(together_accepted) > 0
     for row, own in enumerate(mask):
@@ -316,13 +315,13 @@ def test_a_padded_batch_with_a_table_of_positions(family: str, kind: str) -> Non
 
 
 def test_positions_of_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_of = model_steps.inputs_in_place
+    made_of = fixed_cache.inputs_in_place
 
-    def counted_back(model: Any, cache: Any, ancestors: Any, depths: Any, places: Any, num_prefix: Any) -> Any:
-        found = made_of(model, cache, ancestors, depths, places, num_prefix)
-        return found | {"position_ids": num_prefix[:, None] + places + cache.prompt.offset}
+    def counted_back(model: Any, cache: Any, nodes: Any, num_prefix: Any) -> Any:
+        found = made_of(model, cache, nodes, num_prefix)
+        return found | {"position_ids": num_prefix[:, None] + nodes.places + cache.prompt.offset}
 
-    monkeypatch.setattr(model_steps, "inputs_in_place", counted_back)
+    monkeypatch.setattr(fixed_cache, "inputs_in_place", counted_back)
     target = quiet_later_layers(tiny("gpt2"))
     with pytest.raises(IndexError):
         together(target, assistant_of("independent", target, **CHAIN), *batch(2))
@@ -351,9 +350,9 @@ def test_rows_that_end_leave(settings: dict[str, Any], tmp_path: Path) -> None:
 
 def test_more_rows_than_graphs_are_made_for(tmp_path: Path) -> None:
     target, assistant = made("independent", tmp_path, **CHAIN)
-    ids, mask = batch(9)
+    ids, mask = batch(33)
     assert torch.equal(together(target, assistant, ids, mask), together(target, None, ids, mask))
-    assert assistant.stats.uncaptured == "more than 8 sequences"
+    assert assistant.stats.uncaptured == "more than 32 sequences"
 
 
 def moves_nothing(cache: FixedCache, rows: Tensor) -> None:
@@ -418,7 +417,7 @@ def test_a_round_that_cannot_be_captured_in_mid_text(tmp_path: Path, monkeypatch
     plain, capture = generate(target, None, 240), Graphs._capture
 
     def fails(graphs: Any, function: Any, changes: Any) -> Any:
-        if len(graphs) == 2:
+        if len(graphs) == 1:
             raise CannotCaptureError("OutOfMemoryError: no memory")
         return capture(graphs, function, changes)
 

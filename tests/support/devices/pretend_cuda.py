@@ -15,6 +15,8 @@ from hf_specdecpp.cuda_graphs import captured_target as target
 from support.devices import pretend_devices
 from support.devices.pretend_graph import PretendGraph
 
+FREE = 1 << 34  # bytes
+
 
 class Stream:
     """One of a device. `workspace`: what libraries keep for it; `work`: what the host has not waited for."""
@@ -131,6 +133,7 @@ def pretend_cuda(counts: Counter[str]) -> Iterator[None]:
         "torch.cuda.empty_cache": lambda: None,
         "torch.cuda.graph_pool_handle": lambda: object(),
         "torch.cuda.memory_reserved": lambda _device: 1000 * counts["captured"],
+        "torch.cuda.mem_get_info": lambda _device: (FREE, FREE),
         "torch.Tensor.pin_memory": lambda tensor: tensor,
         "support.devices.pretend_devices.later": lambda device, work: cuda.streams[device.index or 0].work.append(work),
     }

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from hf_specdecpp.caches.cached_context import keep_path
 from hf_specdecpp.caches.masks import tree_inputs, tree_mask
-from hf_specdecpp.models.causal_lm import CausalLM, positions_of
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, positions_of
 from hf_specdecpp.trees.tree import relations
 
 # Depth-first order; branches of different depth, the accepted path (PATH) with gaps before, within and after it.
@@ -45,7 +45,8 @@ def one_by_one(model: CausalLM, text: Tensor, nodes: Tensor) -> Tensor:
 @torch.no_grad()
 def prefill(model: CausalLM, text: Tensor, record: bool = True) -> Any:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    read(model, text, past_key_values=cache, use_cache=True)
+    arguments: dict[str, Any] = {cache_argument(model): cache}
+    read(model, text, use_cache=True, **arguments)
     if record:
         cache.activate_past_recording()
     return cache
@@ -73,7 +74,8 @@ def read_tree(
             inputs["attention_mask"] = tree_mask(model, cache, *tree, prefix_mask)
         if position is not None:
             inputs["position_ids"] = inputs["position_ids"] + position - num_prefix
-        out = model(input_ids=nodes[group][None], past_key_values=cache, use_cache=True, **inputs).logits[0]
+        inputs[cache_argument(model)] = cache
+        out = model(input_ids=nodes[group][None], use_cache=True, **inputs).logits[0]
         logits = logits if logits.numel() else out.new_empty((len(PARENTS), out.shape[-1]))
         logits[group] = out
     return logits
@@ -113,7 +115,7 @@ def all_gaps(model: CausalLM, num_prefix: int) -> dict[str, float]:
         gaps[name + " cache"] = cache_gap(cache, prefill(model, kept, record=False))
         after = nodes[:6]
         with torch.no_grad():
-            continued = read(model, after, len(kept), past_key_values=cache, use_cache=True)
+            continued = read(model, after, len(kept), use_cache=True, **{cache_argument(model): cache})
             whole = read(model, torch.cat((kept, after)), use_cache=False)[-len(after) :]
         gaps[name + " after"] = gap(continued, whole)
     return gaps

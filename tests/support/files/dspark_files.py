@@ -127,7 +127,7 @@ class Checkpoint:
         return written(folder, self.tensors(), {**self.config(), **changes})
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 
 
 def target_for(**overrides: Any) -> CausalLM:
@@ -226,7 +226,7 @@ class Formulas:
         if not self.checkpoint.rank:
             return torch.zeros(()), memory
         if self.mutant == "draft ids":  # a draft id in the place of a target id
-            previous = int((previous == IDS).nonzero()) if previous in IDS else 0
+            previous = int(torch.eq(IDS, previous).nonzero()) if previous in IDS else 0
         e, h = t[head + "markov_w1.weight"][previous], self.h[place]
         if self.checkpoint.head == "gated":
             e = torch.sigmoid(t[head + "gate_proj.weight"] @ torch.cat((h, e)) + t[head + "gate_proj.bias"]) * e

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 import hf_specdecpp
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -105,9 +106,14 @@ class Conversation:
         if self.positions is not None:
             further = torch.arange(1, self.ids.shape[1] - self.positions.shape[1] + 1)
             self.positions = torch.cat((self.positions, self.positions[:, -1:] + further), dim=1)
-        if self.case.cache == "new ids" and self.cache is not None:
+        if self.case.cache == "new ids" and self.cache is not None and _counts_tokens(self.cache):
             self.hidden = self.cache.get_seq_length()
         self.shown = self.ids[:, self.hidden :]
+
+
+def _counts_tokens(cache: Any) -> bool:
+    """Whether a cache knows how many tokens it holds: Mamba's recurrent states do not."""
+    return any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
 
 
 def run_case(case: Case) -> Result:

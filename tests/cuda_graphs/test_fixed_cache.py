@@ -1,0 +1,135 @@
+"""Caches of captured passes: few sizes, and a bound of their memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.devices.capturing import CHAIN
+from support.devices.pretend_graph import direct_graphs
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+
+from hf_specdecpp.cuda_graphs import captured_target, fixed_cache
+from hf_specdecpp.cuda_graphs.fixed_cache import Budget, FixedCaches, capacity_for, rows_for, with_rows
+from hf_specdecpp.cuda_graphs.graphs import Graphs
+from hf_specdecpp.generation.stats import SpeculationStats
+
+CPU = torch.device("cpu")
+TOKEN = 2 * 3 * 2 * 4 * 4  # bytes of one in the caches below: keys and values, layers, heads, size, float32
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room"),
+    [(1, 256), (256, 256), (257, 512), (4097, 8192), (8193, 16384), (16385, 24576), (131073, 139264)],
+)
+def test_rooms_double_and_then_grow_by_equal_parts(tokens: int, room: int) -> None:
+    assert capacity_for(tokens) == room
+
+
+def test_batches_have_few_sizes() -> None:
+    assert [rows_for(texts) for texts in (1, 2, 3, 5, 8, 9, 17, 32)] == [1, 2, 4, 8, 8, 16, 32, 32]
+    assert with_rows(torch.tensor([[3, 4, 5]]), dim=1).tolist() == [[3, 4, 5, 5]]
+
+
+def of_texts(budget: Budget, rooms: list[int], forgot: list[Any]) -> list[tuple[list[int], int]]:
+    """The rooms that remain after texts of these lengths, and how often graphs were forgotten."""
+    caches, found = FixedCaches(3, CPU, budget), []
+    for tokens in rooms:
+        budget.text += 1
+        cache = caches.empty(tokens, None)
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(*torch.zeros(2, 1, 2, 1, 4))
+        found.append((sorted(room for room, _ in caches.made), len(forgot)))
+    return found
+
+
+def test_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_cache, "free_bytes", lambda _: 4 * TOKEN * (256 + 512 + 1024))
+    forgot: list[Any] = []
+    kept = of_texts(Budget(CPU, lambda: forgot.append(1)), [100, 300, 1000, 100, 2000, 300], forgot)
+    assert kept == [
+        ([256], 0), ([256, 512], 0), ([256, 512, 1024], 0), ([256, 512, 1024], 0),
+        ([2048], 1),  # which alone is more than the budget: it is in use
+        ([512], 2),
+    ]  # fmt: skip
+
+
+def test_caches_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one text: of the target and of the draft, the smaller and the larger one."""
+    monkeypatch.setattr(fixed_cache, "free_bytes", lambda _: 0.0)
+    budget = Budget(CPU, lambda: None)
+    both, budget.text = [FixedCaches(3, CPU, budget) for _ in range(2)], 1
+    for caches in both:
+        for tokens in (100, 300):
+            caches.empty(tokens, None)
+    assert [len(caches.made) for caches in both] == [2, 2]
+
+
+# A day of a server. ---------------------------------------------------------------------------------------------------
+
+
+FREE = 4 * 40_000_000  # bytes: all caches of a day would be more than the budget
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    found: list[Any] = []
+    capture = Graphs._capture
+
+    def counted(*arguments: Any) -> Any:
+        found.append(arguments[0])
+        return capture(*arguments)
+
+    monkeypatch.setattr(Graphs, "_capture", counted)
+    monkeypatch.setattr(fixed_cache, "free_bytes", lambda _: FREE)
+    with direct_graphs():
+        yield found
+
+
+def day(requests: int, longest: int) -> Iterator[tuple[SpeculationStats, float]]:
+    """Statistics and the budget after each request: few rows in the morning and at night, up to eight at noon; a new
+    temperature, top-k, top-p and length each time."""
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=2, max_position_embeddings=4096)).float()
+    assistant = assistant_of("early_exit", target, draft_successors=False, **CHAIN)
+    for place in range(requests):
+        rows = 1 + round(7 * (1 - abs(2 * place / requests - 1)))
+        ids = prompt(50 + (place * 919) % (longest - 50), seed=place).repeat(rows, 1)
+        how = {"temperature": 0.5 + 0.1 * (place % 10), "top_k": 5 + place % 7, "top_p": 0.5 + 0.01 * (place % 50)}
+        target.generate(
+            ids, assistant_model=assistant, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=True,
+            pad_token_id=0, **how,
+        )  # fmt: skip
+        stats = assistant.stats
+        assert (stats.decided["rounds"], stats.uncaptured) == ("captured", None)
+        yield stats, captured_target._known[target][1].budget.most
+
+
+@pytest.mark.parametrize(
+    ("requests", "longest", "most"),
+    [(16, 400, 9), pytest.param(200, 3000, 40, marks=pytest.mark.slow)],
+    ids=["hours", "a day"],
+)
+@pytest.mark.takes(10)
+def test_a_day_of_a_server(requests: int, longest: int, most: int, captures: list[Any]) -> None:
+    """Few graphs, and their memory stays below the budget. In some hours: four sizes of batches in two rooms, and the
+    pass that is compared first."""
+    for stats, budget in day(requests, longest):
+        assert 0 < stats.graph_bytes <= budget
+    assert len(captures) <= most
+
+
+@pytest.mark.takes(10)
+@pytest.mark.parametrize("mutant", ["numbers", "rows", "budget"])
+def test_a_server_without_bounds_is_noticed(mutant: str, captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant == "numbers":
+        monkeypatch.setattr("hf_specdecpp.sampling.processors.Processing.with_contents", lambda processing: processing)
+    elif mutant == "rows":
+        for module in ("cuda_graphs.fixed_cache", "generation.captured.entering"):
+            monkeypatch.setattr(f"hf_specdecpp.{module}.rows_for", lambda texts: texts)
+    else:
+        monkeypatch.setattr(Budget, "make_room", lambda *_: None)
+        monkeypatch.setattr(fixed_cache, "free_bytes", lambda _: 4 * 1_000_000)
+    over = [stats.graph_bytes > budget for stats, budget in day(16, 400)]
+    assert any(over) if mutant == "budget" else len(captures) > 9
