@@ -80,10 +80,8 @@ def drafting(
     The candidate at which the rule stops is submitted, since dropping it because of its value would bias the output.
     (With a head that judges "after", the step that judges a candidate also draws the next one, which stays unjudged.)
     """
-    drawn: list[Tensor] = []
-    tokens: list[int] = []
-    scores: list[Tensor] = []
-    q: list[Tensor] = []
+    tokens = list[int]()
+    drawn, scores, q = list[Tensor](), list[Tensor](), list[Tensor]()
     rule.begin_round()
     limit = min(max_tokens, rule.max_tokens) if max_tokens and rule.should_draft(unread) else 0
     while len(drawn) < limit:

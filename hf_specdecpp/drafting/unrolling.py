@@ -67,7 +67,7 @@ def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
     tokens = functional.pad(input_ids[:, 1:], (0, len(anchors) * places - length + 1)).unflatten(1, (-1, places))
     along, memory = [], blocks.new_zeros((batch, len(anchors), draft.memory_size))
     for rows, previous in zip(blocks.unbind(2), tokens.unbind(2), strict=True):
-        state, memory = draft.along(rows, previous, memory)
+        _, state, memory = draft.after(previous, rows.new_zeros(()), rows, memory)
         along.append(state)
     return functional.pad(torch.stack(along, 2).flatten(1, 2)[:, : length - 1], (0, 0, 1, 0))
 

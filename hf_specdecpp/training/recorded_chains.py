@@ -205,7 +205,7 @@ def draft_chains(
         blocks = drafter.blocks_after(given[None], read.to(device), starts[None] - 1)[0, :, :length]
         token, memory, drawn = given[starts - 1], blocks.new_zeros((count, drafter.memory_size)), []
         for rows in blocks.unbind(1):
-            state, memory = drafter.along(rows, token, memory)
+            _, state, memory = drafter.after(token, rows.new_zeros(()), rows, memory)
             token, row = drawing.candidates(drafter, state)
             drawn.append((token, row, state))
         drawn.append((token, row, state))

@@ -264,7 +264,7 @@ class AnotherBias(KindRound):
         logits, hidden = session._block()
         memory, before = session._nothing, [TEXT[-1], *path]
         for row, previous in enumerate(self.previous(before)):
-            given, memory = session.draft.after(torch.tensor(previous), logits[row], hidden[row], memory)
+            given, _, memory = session.draft.after(torch.tensor(previous), logits[row], hidden[row], memory)
         scores = session.draft.of_target(self.shifted(given, logits, place), VOCAB)
         return self.models.processing.one(torch.tensor([TEXT]), [torch.tensor(each) for each in path], scores).double()
 

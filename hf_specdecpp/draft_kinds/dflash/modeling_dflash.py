@@ -241,17 +241,12 @@ class DFlashDraft(StateDraft):
         )
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
-    def along(self, hidden: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states of candidates that follow given tokens, for an acceptance head and for `logits`, and the
-        memory of their own successors. The arguments are those of `after`; in a plain block the states are the rows'.
+    def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits of candidates after the tokens `previous` `[...]`, drawn or the last of the sequence, their
+        states, which `logits` and acceptance heads read, and the `memory` `[..., m]` of their paths, which begins with
+        0. `logits` `[..., d]` (`head_logits`) and `hidden` are those of the rows, all that matters in a plain block.
         """
-        return hidden, memory
-
-    def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of candidates after the tokens `previous` `[...]`, drawn or the last of the sequence, and
-        the `memory` `[..., m]` of their paths, which begins with 0. `logits` `[..., d]` (`head_logits`) and `hidden`
-        `[..., hidden_size]` are those of the candidates' rows; in a plain block nothing depends on the path."""
-        return logits, memory
+        return logits, hidden, memory
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Return float32 logits `[..., vocab_size]` of final states `[..., hidden_size]`, -inf outside the head."""
@@ -303,8 +298,7 @@ class BlockSession(DraftingSession):
             return None
         previous = (candidates[-1] if candidates else self._anchor[0, 0]).to(hidden.device)
         memory = self._memory.get(place - 1, self._nothing)
-        state, _ = self.draft.along(hidden[place], previous, memory)
-        after, self._memory[place] = self.draft.after(previous, logits[place], hidden[place], memory)
+        after, state, self._memory[place] = self.draft.after(previous, logits[place], hidden[place], memory)
         return self.draft.of_target(after, self.vocab_size), state
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
@@ -318,8 +312,7 @@ class BlockSession(DraftingSession):
         previous = torch.tensor([tree.tokens[node] for node in nodes], device=hidden.device)
         previous = previous.where(depths > 0, self._anchor[0].to(hidden.device))
         memory = torch.stack([self._memory.get(tree.parents[node], self._nothing) for node in nodes])
-        states, _ = self.draft.along(hidden[rows], previous, memory)
-        after, memory = self.draft.after(previous, logits[rows], hidden[rows], memory)
+        after, states, memory = self.draft.after(previous, logits[rows], hidden[rows], memory)
         self._memory.update(zip(nodes, memory, strict=True))
         after = after.masked_fill((depths > rows)[:, None], float("-inf"))
         return self.draft.of_target(after, self.vocab_size), states
@@ -371,8 +364,7 @@ class BlockSteps(RoundSteps):
         for place in range(hidden.shape[1]):
             row, width = slice(place, place + 1), previous.shape[1]
             own, given = (each[:, row].expand(-1, width, -1) for each in (hidden, logits))
-            states, _ = draft.along(own, previous, memory)
-            given, memory = draft.after(previous, given, own, memory)
+            given, states, memory = draft.after(previous, given, own, memory)
             level = yield draft.of_target(given, self.vocab_size), states
             previous, memory = level.tokens, level.of_parents(memory)
 

@@ -43,13 +43,9 @@ class MarkovHead(nn.Module):
         embeddings: Tensor = self.markov_w1(tokens.where(tokens < self.markov_w1.num_embeddings, 0))
         return embeddings
 
-    def forward(self, previous: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the float32 bias `[..., d]`, and s' `[..., memory_size]`; the arguments are those of
+    def forward(self, e: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the float32 bias `[..., d]`, and s' `[..., memory_size]`; `hidden` and `memory` are those of
         `DFlashDraft.after`."""
-        return self.bias(self.embed(previous), hidden, memory)
-
-    def bias(self, e: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, given the embedding e of the token before."""
         if self.kind == "gated":
             e = self.gate_proj(torch.cat((hidden, e), dim=-1)).sigmoid() * e
         if self.kind == "rnn":
@@ -92,23 +88,17 @@ class DSparkDraft(DFlashDraft):
     def hidden_size(self) -> int:
         return super().hidden_size + int(self.model.settings.markov_rank)
 
-    def along(self, hidden: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `DFlashDraft`: the state of candidate k is [h_k; e; s], with the state s of rnn, if any."""
-        markov = self.model.markov_head
-        if markov is None:
-            return hidden, memory
-        state = torch.cat((hidden, markov.embed(previous), memory), dim=-1)
-        return state, markov(previous, hidden, memory)[1] if self.memory_size else memory
-
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         if (markov := self.model.markov_head) is None:
             return super().logits(hidden, vocab_size)
         sizes = super().hidden_size, int(self.model.settings.markov_rank), self.memory_size
         own, e, memory = hidden.split(sizes, dim=-1)
-        return self.of_target(self.head_logits(own) + markov.bias(e, own, memory)[0], vocab_size)
+        return self.of_target(self.head_logits(own) + markov(e, own, memory)[0], vocab_size)
 
-    def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        if self.model.markov_head is None:
-            return logits, memory
-        bias, memory = self.model.markov_head(previous, hidden, memory)
-        return logits + bias, memory
+    def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As in `DFlashDraft`: the state of candidate k is [h_k; e; s], with the state s of rnn, if any."""
+        if (markov := self.model.markov_head) is None:
+            return logits, hidden, memory
+        e = markov.embed(previous)
+        bias, later = markov(e, hidden, memory)
+        return logits + bias, torch.cat((hidden, e, memory), dim=-1), later

@@ -50,9 +50,8 @@ def test_their_heads_say_what_ours_say(name: str, tmp_path: Path) -> None:
     hidden = torch.randn(1, 4, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     markov, nothing = draft.markov_head.prev_embeddings(previous), hidden.new_zeros(1, 4, ours_draft.memory_size)
     features = torch.cat((hidden, markov), -1) if draft.config.confidence_head_with_markov else hidden
-    state, _ = ours_draft.along(hidden, previous, nothing)
     assert ours.head is not None
-    torch.testing.assert_close(ours.head(state).double(), draft.confidence_head(features), rtol=1e-5, atol=1e-5)
     bias = draft.markov_head.block_bias(prev_token_ids=previous, hidden_states=hidden)
-    logits = ours_draft.after(previous, torch.zeros_like(bias), hidden, nothing)[0]
+    logits, state, _ = ours_draft.after(previous, torch.zeros_like(bias), hidden, nothing)
+    torch.testing.assert_close(ours.head(state).double(), draft.confidence_head(features), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), bias, rtol=1e-5, atol=1e-5)
