@@ -84,7 +84,8 @@ def _prototype(
     for split, count in (("train", num_texts), ("heldout", 6), *((name, 4) for name in tests)):
         for temperature in temperatures:
             write_rollouts(work, split, target, count, temperature)
-    (work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True}))
+    written = {"answers": num_texts, "answer_tokens": 24 * num_texts, "finished": 0}
+    (work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True, "train": written}))
     return folder
 
 
