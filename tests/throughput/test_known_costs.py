@@ -90,7 +90,7 @@ def test_few_ways_of_sampling_are_remembered() -> None:
         how: dict[str, Any] = {"max_new_tokens": 2, "do_sample": True, "temperature": float(temperature)}
         target.generate(prompt(), assistant_model=assistant, **how)
     learned = assistant.memory.learned[target]
-    assert [key[2] for key in learned] == [float(temperature) for temperature in range(9, 25)]
+    assert [key[3] for key in learned] == [float(temperature) for temperature in range(9, 25)]
 
 
 def test_what_rounds_teach_is_of_one_way_to_draw_candidates() -> None:

@@ -84,7 +84,9 @@ def _prototype(
     for split, count in (("train", num_texts), ("heldout", 6), *((name, 4) for name in tests)):
         for temperature in temperatures:
             write_rollouts(work, split, target, count, temperature)
-    (work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True}))
+    (work / "rollouts" / "rollouts.json").write_text(
+        json.dumps({"complete": True, "train": {"answers": 20, "answer_tokens": 500, "finished": 20}})
+    )
     return folder
 
 
