@@ -111,7 +111,7 @@ class Examples:
         along = drafter.hidden_states(ids) if states is None else unrolled(drafter, ids, states.to(ids.device))
         before, logits, answer = along[0, prompt_length - 1 : -1], outputs.logits[0, -count:-1], ids[0, prompt_length:]
         chunks = zip(*(each.split(ROWS_AT_ONCE) for each in (logits, before, answer)), strict=True)
-        rows = joined([self._candidates(*chunk, sampling, generator) for chunk in chunks])
+        rows = joined([self._candidates(p, state, text, sampling, generator) for p, state, text in chunks])
         if self.head.inputs == "path":
             rows["mask"] = reached(drafter, rows["mask"][:, 0], prompt_length - 1)[:, None]
         if self.head.inputs != "after":
