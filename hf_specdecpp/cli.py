@@ -203,8 +203,7 @@ def drafts(
     """
     from hf_specdecpp.hub.published import published, table
 
-    targets = dict.fromkeys(each.target for each in table()) if model is None else [model]
-    found = [each for target in targets for each in published(target)]
+    found = list(table()) if model is None else published(model)
     if not found:
         _fail(
             f"No published draft of {model} is known here. Without one: assist(model). To train one: specdecpp train."

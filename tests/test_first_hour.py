@@ -1,6 +1,7 @@
 """What a new user gets wrong in the first hour, and what is said; what looks unusual and works; and `assist`."""
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, pipeline
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.hub.published import advice, published, table
+from hf_specdecpp.hub.published import Published, advice, published, table
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT, FIXED = prompt(12), SpeculationConfig("fixed", num_tokens=4)
@@ -322,6 +323,20 @@ def test_drafts_are_found_by_the_name_of_a_model_or_its_folder() -> None:
     found = [each.draft for each in published("Qwen/Qwen3-8B")]
     assert found == [each.draft for each in published("/models/Qwen3-8B/")]
     assert (published("Qwen/Qwen3-8B-Base"), published("")) == ([], [])
+
+
+def test_the_table_has_the_best_first() -> None:
+    for target in {each.target for each in table()}:
+        found = [each for each in table() if each.target == target]
+        compared = Counter((each.source, each.measured_on) for each in found)
+
+        def place(each: Published, compared: Counter[Any] = compared) -> tuple[bool, int, float]:
+            if not each.measured_on:
+                return True, 0, 0.0
+            together = compared[each.source, each.measured_on]
+            return False, -together, -(each.speedup or each.tokens_per_pass or 0.0) if together > 1 else 0.0
+
+        assert found == sorted(found, key=place)
 
 
 def test_figures_are_compared_within_one_source_and_set_up_only() -> None:

@@ -19,10 +19,8 @@ from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.memory import Memory
 
-LENGTHS = range(1, 15)
-THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
-BUDGETS = (4, 8, 16, 32, 64)  # nodes of dynamic trees
-EXACT_BUDGET = 16
+LENGTHS, THRESHOLDS = range(1, 15), (0.1, 0.3, 0.5, 0.7, 0.9)
+BUDGETS, EXACT_BUDGET = (4, 8, 16, 32, 64), 16  # nodes of dynamic trees
 # Children per node at each depth; the trees have 6, 16, 14, 64 and 60 nodes.
 SHAPES = ((2, 1, 1), (4, 1, 1, 1), (2, 2, 1, 1), (4, 3, 2, 1), (4, 2, 2, 1, 1))
 # transformers' assisted generation: maximum number of candidates, schedule, and confidence threshold.

@@ -66,8 +66,8 @@ def drafting(
     A coroutine, so that the rows of a batch can draft together (`draft_chains`): yields the candidates so far before
     each step, and ends if `False` is sent.
 
-    The candidates stay on their device. The host reads each candidate together with the rule's signal. If the rule uses
-    no signal, candidates on an accelerator are read once, at the end, because each read waits for the device.
+    The host reads each candidate together with the rule's signal, or without a signal all at the end, since each read
+    waits for the device.
 
     Args:
         step: gets the candidates so far (0-d int64 each), runs the draft and returns its next distribution; `None` if
@@ -80,8 +80,8 @@ def drafting(
     The candidate at which the rule stops is submitted, since dropping it because of its value would bias the output.
     (With a head that judges "after", the step that judges a candidate also draws the next one, which stays unjudged.)
     """
-    tokens = list[int]()
     drawn, scores, q = list[Tensor](), list[Tensor](), list[Tensor]()
+    tokens: list[int] = []
     rule.begin_round()
     limit = min(max_tokens, rule.max_tokens) if max_tokens and rule.should_draft(unread) else 0
     while len(drawn) < limit:
@@ -110,8 +110,7 @@ def drafting(
     if tokens:
         return Chain(tokens, scores, q, ids)
     # Tokens after an end-of-sequence token are dropped because of that token, not because of their own values.
-    tokens = until_end(ids.tolist(), eos_token_ids)
-    count = len(tokens)
+    count = len(tokens := until_end(ids.tolist(), eos_token_ids))
     return Chain(tokens, scores[:count], q[:count], ids[:count])
 
 

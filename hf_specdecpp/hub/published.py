@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,29 +35,18 @@ class Published:
 
 @cache
 def table() -> tuple[Published, ...]:
-    """All published drafts, those of a target together."""
+    """All published drafts, those of a target together, the best first: drafts that one source compared with others,
+    by their figures; then other drafts with a figure, which is not comparable; then those without."""
     rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     return tuple(Published(**row) for row in rows)
 
 
 def published(target: str) -> list[Published]:
-    """The drafts for `target`, a Hub id or a folder with the model's name, such as `models/Qwen3-8B`, the best first.
-
-    Figures are compared only if they are of one source and set-up. Drafts that were compared with the most others come
-    first, by their figures. Then come other drafts with a figure, and last those without, in the order of the table.
-    """
+    """The drafts for `target`, a Hub id or a folder with the model's name, such as `models/Qwen3-8B`, in the order of
+    `table`."""
     name = target.rstrip("/").lower()
     wanted = name if name in {each.target.lower() for each in table()} else Path(name).name
-    found = [each for each in table() if wanted in (each.target.lower(), each.target.lower().split("/")[1])]
-    compared = Counter((each.source, each.measured_on) for each in found)
-
-    def place(each: Published) -> tuple[bool, int, float]:
-        if not each.measured_on:
-            return True, 0, 0.0
-        together = compared[each.source, each.measured_on]
-        return False, -together, -(each.speedup or each.tokens_per_pass or 0.0) if together > 1 else 0.0
-
-    return sorted(found, key=place)
+    return [each for each in table() if wanted in (each.target.lower(), each.target.lower().split("/")[1])]
 
 
 def advice(target: str) -> str | None:

@@ -28,8 +28,7 @@ from hf_specdecpp.texts.parting import explain_parting
 from hf_specdecpp.texts.prompts import read_prompts
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")  # for lookups, three of the answers repeat earlier text
-TURNS = 2
-WARM_UP_TOKENS = 8
+TURNS, WARM_UP_TOKENS = 2, 8
 COLUMNS = "tokens", "tokens per target pass", "times as fast", "by the clock"
 INTRODUCTION = """
 Each question is answered four times: plain generate(), assistant, plain generate(), assistant.

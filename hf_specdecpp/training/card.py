@@ -27,8 +27,7 @@ from hf_specdecpp.training.trainers import save_json
 from hf_specdecpp.version import __version__
 
 EVALUATION = Path(evaluation.FOLDER, evaluation.REPORT)
-SPEED = "speed.json"
-RESULTS = "card.json"
+SPEED, RESULTS = "speed.json", "card.json"
 
 
 def run(config: TrainingConfig) -> Path:

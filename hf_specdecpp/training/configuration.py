@@ -123,9 +123,8 @@ class HeadConfig(Section):
     """The acceptance head and its fit.
 
     Args:
-        inputs: what the head reads: `"before"`, the hidden state that produced q, and the candidate; `"after"`, the
-            state at the candidate (the paper's head); or `"path"`, one linear layer on the state that produced q, which
-            is known before the draw (DSpark's confidence head, which other engines serve, too).
+        inputs: what the head reads: `"before"`, the state that produced q, and the candidate; `"after"`, the state at
+            the candidate (the paper's head); or `"path"`, the state that produced q alone (DSpark's confidence head).
         num_blocks (layers): residual blocks of an `"after"` head.
         tied: whether the blocks share their weights, as in the released code.
         rank (dimensions): rank of the correction in a `"before"` head.

@@ -105,10 +105,9 @@ def survivals(
     """The probability that all candidates of a chain up to each are accepted, `[chains, longest]`, NaN after a chain's
     end: the true probability, and by estimator the estimate that is known before the next candidate is drafted, which
     may be late or early by a candidate (`inputs` of the head)."""
-    lags, judged = {"head": LAGS[inputs], "published head": LAGS["path"]}, {}
-    for name, each in estimates.items():
-        lag = lags.get(name, 0)
-        judged[name] = functional.pad(survival(each, rows["index"]), (lag, -lag), value=1.0)
+    lags = {"head": LAGS[inputs], "published head": LAGS["path"], "draft probability": 0}
+    judged = {name: survival(each, rows["index"]) for name, each in estimates.items()}
+    judged = {name: functional.pad(each, (lags[name], -lags[name]), value=1.0) for name, each in judged.items()}
     return survival(rows["label"], rows["index"]), judged
 
 

@@ -107,18 +107,11 @@ class Examples:
         with TargetStates(self.target, drafter.reads) as caught:
             outputs = self.target(input_ids.to(self.target.device), use_cache=False, **kept)
             states = caught.states_of()
-        if states is None:
-            along = drafter.hidden_states(ids)
-        else:
-            along = (in_rounds if drafter.blocks_after is None else in_blocks)(drafter, ids, states.to(ids.device))
+        unrolled = in_rounds if drafter.blocks_after is None else in_blocks
+        along = drafter.hidden_states(ids) if states is None else unrolled(drafter, ids, states.to(ids.device))
         before, logits, answer = along[0, prompt_length - 1 : -1], outputs.logits[0, -count:-1], ids[0, prompt_length:]
         chunks = zip(*(each.split(ROWS_AT_ONCE) for each in (logits, before, answer)), strict=True)
-        rows = joined(
-            [
-                self._candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), text, sampling, generator)
-                for p, hidden, text in chunks
-            ]
-        )
+        rows = joined([self._candidates(p, state, text, sampling, generator) for p, state, text in chunks])
         if self.head.inputs == "path":
             rows["mask"] = reached(drafter, rows["mask"][:, 0], prompt_length - 1)[:, None]
         if self.head.inputs != "after":
@@ -131,11 +124,13 @@ class Examples:
         return {"hidden": after, **rows, "mask": (~keeps_target)[:, None].float()}
 
     def _candidates(
-        self, p_logits: Tensor, q_logits: Tensor, text: Tensor, sampling: Sampling, generator: torch.Generator
+        self, logits: Tensor, hidden: Tensor, text: Tensor, sampling: Sampling, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Candidates for n positions, with their labels, from logits `[n, vocab]`; the result is as in `of_text`, but
-        for `"path"` the mask is the probability that a round keeps the token of the `text` `[n]`."""
-        p, q = sampling.p(p_logits), sampling.q(q_logits)
+        """Candidates for n positions, with their labels, from the target's logits `[n, vocab]` and the draft's states
+        `[n, hidden_size]`; the result is as in `of_text`, but for `"path"` the mask is the probability that a round
+        keeps the token of the `text` `[n]`."""
+        p = sampling.p(logits.to(hidden.device))
+        q = sampling.q(self.drafter.logits(hidden, logits.shape[-1]))
         if self.head.inputs == "path":
             drawn_from = sampling.drawn_from(q, q.argmax(-1))
             kept, label = acceptance(drawn_from, p, text), torch.minimum(p, drawn_from).sum(-1)

@@ -22,8 +22,7 @@ from hf_specdecpp.files import differences, read_json, save_tensors, save_text
 from hf_specdecpp.training.configuration import DistillConfig, HeadConfig, TrainingConfig
 
 logger = logging.get_logger("hf_specdecpp")
-LOGS = "logs"
-LOG_FOLDER = "TENSORBOARD_LOGGING_DIR"  # environment variable that Trainer's callback reads when it is constructed
+LOGS, LOG_FOLDER = "logs", "TENSORBOARD_LOGGING_DIR"  # folder, and environment variable that Trainer's callback reads
 
 
 def process_state() -> PartialState:

@@ -68,7 +68,7 @@ def write(question, length, trees):
         except ValueError as error:  # such as trees with a target that cannot read trees
             raise gr.Error(str(error)) from None
         answer = Answer(listener.tokens(tokenizer, None if helper is None else helper.stats), seconds)
-        panes[2 * side : 2 * side + 2] = coloured(answer.said), answer.rate
+        panes[2 * side : 2 * side + 2] = coloured(answer.tokens), answer.rate
         answers.append(answer)
         yield panes
     plain, assisted = answers
@@ -80,9 +80,9 @@ def write(question, length, trees):
     yield panes
 
 
-def coloured(said):
+def coloured(tokens):
     """An answer as HTML, its accepted candidates marked."""
-    texts = [(html.escape(token.text), token.accepted) for token in said if token.text]
+    texts = [(html.escape(token.text), token.accepted) for token in tokens if token.text]
     marked = (f'<mark style="{CANDIDATE}">{text}</mark>' if accepted else text for text, accepted in texts)
     return f'<div style="{BOX}">{"".join(marked)}</div>'
 

@@ -1,6 +1,7 @@
 """What is alike for drafts that others trained, in every dialect: their files, and what is refused of damaged ones."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_inspected(name: str, tmp_path: Path) -> None:
 def test_exported_only_where_it_was_changed(name: str, tmp_path: Path) -> None:
     kind = next(kind for kind in PUBLISHED if kind.name == CASES[name].kind)
     if kind.served_by:
-        with pytest.raises(ValueError, match=f"unchanged as published, so nothing is exported: {kind.served_by}"):
+        with pytest.raises(ValueError, match=re.escape(f"nothing is exported: {kind.served_by}")):
             export(written(name, tmp_path / "theirs"), tmp_path / "out", str(tmp_path))
 
 

@@ -39,7 +39,8 @@ def write_dspark(raw: Config, tensors: Tensors, settings: DFlashSettings, to: De
 
     Args:
         raw, tensors: the published config, and the tensors by their names in the original format.
-        settings: those of the draft; `to.head` has `inputs="path"`.
+        settings: those of the draft.
+        to: the folder, and a head with `inputs="path"`.
 
     Raises:
         ValueError: engines read no DSpark draft of this form.

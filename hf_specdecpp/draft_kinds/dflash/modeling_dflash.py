@@ -185,9 +185,8 @@ class DFlashDraft(StateDraft):
         super().__init__(model, model.reader, target)
         self.settings = model.settings
         self.block = self.places = model.settings.places
-        own, head = model.embed_tokens, model.lm_head
-        self.embeddings = target.get_input_embeddings() if own is None else own
-        self.head = target.get_output_embeddings() if head is None else head
+        self.embeddings = target.get_input_embeddings() if model.embed_tokens is None else model.embed_tokens
+        self.head = target.get_output_embeddings() if model.lm_head is None else model.lm_head
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -226,19 +225,16 @@ class DFlashDraft(StateDraft):
             anchors: `[batch, a]`, indices of the tokens that start a block, each at least 1.
         """
         size = self.settings.block_size
-        blocks = self.block_after(input_ids.gather(1, anchors)[..., None]).to(self.dtype)  # [batch, a, b, hidden_size]
+        blocks = self.block_after(input_ids.gather(1, anchors)[..., None]).to(self.dtype).flatten(1, 2)
         context = self.model.reader(states)
         batch, length = context.shape[:2]
         text = torch.arange(length, device=anchors.device)
         rows = (anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1)
         positions = torch.cat((text.expand(batch, -1), rows), dim=1)
         own = torch.arange(rows.shape[1], device=anchors.device) // size
-        is_own = own[:, None] == own
         before = text < anchors.repeat_interleave(size, dim=1)[..., None]  # [batch, a * b, n]
-        seen = torch.cat((before, is_own.expand(batch, -1, -1)), dim=2)
-        hidden = self.model.through(
-            blocks.flatten(1, 2), context, positions, lambda view, _: visible(view, rows, positions, seen)
-        )
+        seen = torch.cat((before, (own[:, None] == own).expand(batch, -1, -1)), dim=2)
+        hidden = self.model.through(blocks, context, positions, lambda view, _: visible(view, rows, positions, seen))
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,8 +280,7 @@ class BlockSession(DraftingSession):
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         self.length += new_tokens.shape[1]
-        self._anchor, self._found, self.passes = new_tokens[:, -1:].clone(), None, 0
-        self._memory = {}
+        self._anchor, self._found, self._memory, self.passes = new_tokens[:, -1:].clone(), None, {}, 0
         if states is not None:
             # Fewer states than tokens if the call continues a cache; the last token has no state yet.
             known = min(states.shape[1], self.length - 1)
@@ -324,8 +319,7 @@ class BlockSession(DraftingSession):
         """Logits `[places, d]` of the LM head, and final states `[places, hidden_size]`, of this round's block."""
         if self._found is None:
             draft = self.draft
-            pieces = [each.to(draft.device, draft.dtype) for each in self._pending]
-            states = torch.cat(pieces, dim=1)
+            states = torch.cat([each.to(draft.device, draft.dtype) for each in self._pending], dim=1)
             first = self.length - 1 - states.shape[1]
             hidden = draft.model(draft.block_after(self._anchor), states, first, self.rows)[0, -draft.settings.places :]
             self._found = draft.head_logits(hidden), hidden
@@ -335,8 +329,7 @@ class BlockSession(DraftingSession):
 
 class BlockSteps(RoundSteps):
     """`BlockSession` for captured rounds: one pass over the block that starts with the last token gives the logits of
-    all levels. The cache holds the verified tokens; the block's rows are written behind the window and dropped.
-    """
+    all levels. The cache holds the verified tokens; the block's rows are written behind the window and dropped."""
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
         super().__init__(draft, vocab_size, draft.model, draft.reads.width)

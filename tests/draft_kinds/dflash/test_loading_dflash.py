@@ -67,7 +67,7 @@ def test_the_layers_own_frequencies() -> None:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "DFlash2 of speculators": ({"speculators_model_type": "dflash2"}, "holds a draft of speculators of type 'dflash2'"),
+    "DFlash2 of speculators": ({"speculators_model_type": "dflash2"}, "holds a DFlash2 draft"),
     "another layer": ({"model_type": "glm4"}, "layers of type 'glm4'"),
     "a part of each head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "no mask": ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id=None must be a whole number"),

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_specdecpp.cuda_graphs import captured_draft, captured_rounds
+from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.captured.parts import GraphDrafts
@@ -43,8 +44,11 @@ def test_a_repetition_penalty(length: int, padding: int, settings: dict[str, Any
         assert assistant.stats.accepted > 0
 
 
-def knows_the_prompt_alone(rounds: Any, *_: Any) -> None:
-    """A mutant: what was emitted is not noted."""
+def knows_the_prompt_alone(
+    rounds: Any, found: Any, shape: Any, rules: Any, text: Tensor | None, settle: Any = CapturedRounds._settle
+) -> None:
+    """A mutant: emitted tokens are written into a copy of the text."""
+    settle(rounds, found, shape, rules, None if text is None else text.clone())
 
 
 def knows_no_path(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
@@ -53,7 +57,7 @@ def knows_no_path(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("owner", "name", "mutant"), [
-    (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
+    (CapturedRounds, "_settle", knows_the_prompt_alone),
     (captured_rounds, "with_paths", knows_no_path),
 ], ids=["emitted", "path"])  # fmt: skip
 def test_a_penalty_that_misses_tokens_is_noticed(
@@ -79,7 +83,7 @@ def one_text_for_all(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
 @pytest.mark.parametrize(("owner", "name", "mutant"), [
     (Processing, "shown", padding_counts),
     (captured_rounds, "with_paths", one_text_for_all),
-    (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
+    (CapturedRounds, "_settle", knows_the_prompt_alone),
 ], ids=["padding", "rows", "emitted"])  # fmt: skip
 def test_a_batch_whose_rows_are_mistaken_is_noticed(
     owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
