@@ -117,7 +117,7 @@ def layer_settings(target: CausalLM, reads: Sequence[int], vocab: Tensor | None)
             "another kind of draft for it, or use an independent one."
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # Gemma has parameters for each layer type
+    rope = rope.get("full_attention", rope) or {}  # Gemma has parameters for each layer type, Beam partly none
     layer = {
         "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size, "intermediate_size": 4 * config.hidden_size,

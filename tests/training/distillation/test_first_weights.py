@@ -103,7 +103,7 @@ def test_layers_that_differ() -> None:
     first_weights.fit_layer(first_weights.untrained_layer(settings, target, None), target, [prompt(20)])
 
 
-@pytest.mark.parametrize("family", sorted({"llama", "gemma3_text", "cohere", "olmo", "dory"} & set(families())))
+@pytest.mark.parametrize("family", sorted({"beam", "llama", "gemma3_text", "cohere", "olmo", "dory"} & set(families())))
 @torch.no_grad()
 def test_a_norm_begins_as_the_targets(family: str) -> None:
     """One with or without a weight, which subtracts the mean or does not."""
