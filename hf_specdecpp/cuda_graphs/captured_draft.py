@@ -226,8 +226,10 @@ class CapturedDraft:
         levels, places = shape.levels, span(shape.levels, self.device)
         (logits, hidden), drawn, judged = next(steps), [], []
         for place in range(taken := max(levels, self.steps.least)):
-            seen = (places < place).expand(len(self.last), 1, -1)
-            known = None if text is None else with_paths(text, self.candidates[:, :levels], seen)
+            known = None
+            if text is not None:
+                seen = (places < place).expand(len(self.last), 1, -1)
+                known = with_paths(text, self.candidates[:, :levels], seen)
             scores = rules.draft_processing.of_nodes(logits, known)
             step = DraftStep(place, scores, hidden, self.steps.embed, rules.greedy)
             weights = step.scores if rules.greedy else step.q / exponential(*scores.shape, device=self.device)
