@@ -23,6 +23,7 @@ from hf_specdecpp.generation.output_text import OutputText, Round
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_positions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, keeping_generators
 from hf_specdecpp.models.checks import frequency_changes
+from hf_specdecpp.models.cpu.attention import separate_queries
 from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 
@@ -317,10 +318,11 @@ class SingleTarget(TargetSide):
         else:
             inputs = context.tree_inputs(input_ids, each.rows)
         work, clock = self.work_clock(), time.perf_counter()
-        if self.states.are_read:
-            each.outputs = self.states.catch(self.model, **inputs, return_dict=True)
-        else:
-            each.outputs = self.model(**inputs, return_dict=True)
+        with separate_queries(not context.is_masked):
+            if self.states.are_read:
+                each.outputs = self.states.catch(self.model, **inputs, return_dict=True)
+            else:
+                each.outputs = self.model(**inputs, return_dict=True)
         each.width = context.width
         if self.device.type == "cpu":
             self.timed_pass = each.width, self.work_clock() - work, time.perf_counter() - clock

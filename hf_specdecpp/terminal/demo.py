@@ -127,8 +127,10 @@ class Demo:
                 plain.append(self._answer(ids, None, self.max_new_tokens))
                 assisted.append(self._answer(ids, self.assistant, self.max_new_tokens))
         self.console.print(coloured(assisted[-1]), "", sep="\n", soft_wrap=True)
-        for text in {tuple(each.ids) for each in assisted}:
-            self._compare(ids, list(plain[0].ids), list(text))
+        compared = [self._comparison(ids, plain[0].ids, each.ids) for each in assisted]
+        for line, style in dict.fromkeys(compared):
+            self.console.print(line, style=style, soft_wrap=True)
+        self.wrong += any(style == "red" for _, style in compared)
         self.console.print(f"plain {plain[-1].rate}; assisted {assisted[-1].rate}", style="dim", soft_wrap=True)
         return Comparison(kind, question, plain, assisted, self.assistant.stats)
 
@@ -144,14 +146,13 @@ class Demo:
         tokens = listener.tokens(self.tokenizer, None if assistant is None else assistant.stats)
         return Answer(tokens, seconds, clock, output[0, len(ids) :].tolist())
 
-    def _compare(self, prompt: list[int], plain: list[int], assisted: list[int]) -> None:
-        """Print whether two answers are equal, and whether rounding explains a difference."""
+    def _comparison(self, prompt: list[int], plain: list[int], assisted: list[int]) -> tuple[str, str]:
+        """A line that tells whether two answers are equal or rounding explains the difference, and its colour."""
         if plain == assisted:
-            self.console.print(f"equal: all {len(plain)} tokens", style="green")
-            return
+            return f"equal: all {len(plain)} tokens", "green"
         found = explain_parting(self.model, prompt, plain, assisted)
         texts = ["the end" if token is None else repr(self.tokenizer.decode([token])) for token in found["tokens"]]
         message = f"different from token {found['place']} on: plain {texts[0]}, assisted {texts[1]}"
-        tied = f", nearly tied, and {str(self.model.dtype)[6:]} rounds either way" if found["near_tie"] else ""
-        self.console.print(message + tied, style="yellow" if tied else "red", soft_wrap=True)
-        self.wrong += not tied
+        if not found["near_tie"]:
+            return message, "red"
+        return f"{message}, nearly tied, and {str(self.model.dtype)[6:]} rounds either way", "yellow"

@@ -20,11 +20,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
+from hf_specdecpp.models.cpu.attention import grouped_attention
 from hf_specdecpp.models.cpu.products import ProductTimes, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
 Forward = Callable[[Tensor], Tensor]
-UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that are left to transformers
 LEAST_ELEMENTS = 100_000  # of a weight; smaller layers gain less than the call of another kernel costs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -149,47 +149,6 @@ _multiply.__name__ = "forward"  # so that pickle in another thread finds the lay
 
 def _is_routed(layer: nn.Module) -> bool:
     return getattr(vars(layer).get("forward"), "__func__", None) is _multiply
-
-
-def grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Any]:
-    """transformers' `sdpa` attention with the same bits, without copies of keys and values for heads that share them.
-
-    transformers makes these copies if several tokens are read with a mask, as in every verification, because CUDA has
-    no fast kernel without copies. CPUs have one.
-
-    Example: 12 query heads share 2 heads of keys and values. For two tokens in each of eight rows, with 512 tokens in
-    the cache, the copies take 50 MB per layer.
-
-    Args:
-        query: `[batch, heads, tokens, width]`.
-        key, value: `[batch, heads of keys, cached tokens, width]`.
-        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean or additive.
-
-    Returns:
-        `[batch, tokens, heads, width]`, and `None` for the attention weights.
-    """
-    copies = query.shape[2] > 1 and attention_mask is not None and query.shape[1] > key.shape[1]
-    if not (  # cheap tests first: every layer runs this in every pass
-        copies
-        and not torch.is_grad_enabled()
-        and key.device.type == "cpu"
-        and key.shape[-1] == value.shape[-1]
-        and not kwargs.get("dropout")
-        and (not (given := UNUSUAL & kwargs.keys()) or all(kwargs[name] is None for name in given))
-    ):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    output = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
-    )
-    return output.transpose(1, 2).contiguous(), None
 
 
 def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:

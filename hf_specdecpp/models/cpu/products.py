@@ -313,6 +313,8 @@ def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes
     try:
         inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in ROWS]
         times = [[_shortest(way, x, others) for x in inputs] for way in ways]
+        # Fewer rows cannot take longer, because rows could be added: a longer time was disturbed.
+        times = [[min(each[place:]) for place in range(len(each))] for each in times]
     finally:
         torch.set_num_threads(threads)
     own, copied = (tuple(seconds / weight.numel() for seconds in each) for each in times)

@@ -14,7 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.faster_products import FasterProducts, grouped_attention
+from hf_specdecpp.models.cpu.attention import grouped_attention
+from hf_specdecpp.models.cpu.faster_products import FasterProducts
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
 Copies = list[tuple[int, ...]]
@@ -110,7 +111,7 @@ def test_whatever_is_unusual_is_left_to_transformers(changes: dict[str, Any], mo
         asked.append("transformers")
         return sdpa_attention_forward(*args, **kwargs)
 
-    monkeypatch.setattr("hf_specdecpp.models.cpu.faster_products.sdpa_attention_forward", noted)
+    monkeypatch.setattr("hf_specdecpp.models.cpu.attention.sdpa_attention_forward", noted)
     call()
     assert not asked
     call(**changes)

@@ -1,0 +1,110 @@
+"""Attention over several tokens on a CPU: without copies of keys and values (`grouped_attention`), and in half
+precision with the bits of passes over one token (`separate_queries`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that are left to transformers
+HALF = (torch.bfloat16, torch.float16)
+
+
+class _Local(local):
+    """Whether this thread computes the attention of each query separately, and the keys that each query sees, by mask
+    of the pass."""
+
+    separate = False
+
+    def __init__(self) -> None:
+        self.seen: dict[Tensor, list[slice | Tensor] | None] = {}
+
+
+_local = _Local()
+
+
+@contextmanager
+def separate_queries(are_separate: bool) -> Iterator[None]:
+    """Within a forward pass over a chain or a tree, attend from one query at a time, as passes over one token do.
+
+    PyTorch's kernels add up the products of several queries in another order than those of one. In half precision the
+    results are then rounded differently, and one of two nearly tied tokens may become the better one.
+
+    Args:
+        are_separate: false for passes whose masks also hide tokens of the prompt; they attend from all queries at once.
+    """
+    _local.separate = are_separate
+    try:
+        yield
+    finally:
+        _local.separate = False
+        _local.seen.clear()
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """transformers' `sdpa` attention with the same bits, without copies of keys and values for heads that share them.
+
+    transformers makes these copies if several tokens are read with a mask, as in every verification, because CUDA has
+    no fast kernel without copies. CPUs have one.
+
+    Example: 12 query heads share 2 heads of keys and values. For two tokens in each of eight rows, with 512 tokens in
+    the cache, the copies take 50 MB per layer.
+
+    Args:
+        query: `[batch, heads, tokens, width]`.
+        key, value: `[batch, heads of keys, cached tokens, width]`.
+        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean or additive.
+
+    Returns:
+        `[batch, tokens, heads, width]`, and `None` for the attention weights.
+    """
+    usual = (  # cheap tests first: every layer runs this in every pass
+        query.shape[2] > 1
+        and attention_mask is not None
+        and not torch.is_grad_enabled()
+        and key.device.type == "cpu"
+        and not kwargs.get("dropout")
+        and (not (given := UNUSUAL & kwargs.keys()) or all(kwargs[name] is None for name in given))
+    )
+    if usual and _local.separate and query.dtype in HALF and (seen := _seen_keys(attention_mask)) is not None:
+        outputs = [
+            sdpa_attention_forward(module, one, key[:, :, keys], value[:, :, keys], None, scaling=scaling, **kwargs)[0]
+            for one, keys in zip(query.split(1, dim=2), seen, strict=True)
+        ]
+        return torch.cat(outputs, dim=1), None
+    if not usual or query.shape[1] == key.shape[1] or key.shape[-1] != value.shape[-1]:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _seen_keys(mask: Tensor) -> list[slice | Tensor] | None:
+    """For each query of a boolean mask `[1, 1, tokens, cached tokens]` the keys that it sees: their number as a slice,
+    or their indices in a tree; `None` if a window hides the first key of a query.
+
+    Example: after a prefix of 2 tokens the root, its child and the child's sibling see `[:3]`, `[:4]` and
+    `[0, 1, 2, 4]`.
+    """
+    if mask not in _local.seen:
+        _local.seen[mask] = None
+        if mask.dtype is torch.bool and len(mask) == 1 and bool(mask[..., 0].all()):
+            rows = [row.nonzero()[:, 0] for row in mask[0, 0]]
+            _local.seen[mask] = [slice(len(row)) if int(row[-1]) < len(row) else row for row in rows]
+    return _local.seen[mask]
