@@ -1,11 +1,13 @@
-"""Attention without copies of shared keys and values: the same bits, and only where PyTorch has a kernel for it."""
+"""Attention without copies of shared keys and values, and from one query at a time in half precision: the same bits."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.targets.models import assistant_for, prompt, tiny
+from support.devices.products import faster, needs_float16, use_copies
+from support.targets.models import assistant_for, prompt, quiet_later_layers, tiny
 from support.targets.watchers import heard
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -14,7 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.attention import grouped_attention
+from hf_specdecpp.models.cpu import attention
+from hf_specdecpp.models.cpu.attention import HALF, grouped_attention, separate_queries
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
@@ -131,3 +134,86 @@ def test_an_attention_that_somebody_else_has_set_stays(monkeypatch: pytest.Monke
     with FasterProducts(tiny("llama")):
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
+
+
+# A prefix of 200 tokens; then a chain of 4, and a tree: root, child, grandchild, and a sibling of the child.
+PREFIX = 200
+CHAIN = torch.ones(4, 4, dtype=torch.bool).tril()
+TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]).bool()
+
+
+def one_by_one(states: dict[str, Tensor], among: Tensor, scaling: float) -> Tensor:
+    """Attention of passes over one token, whose cache holds the prefix and the ancestors only."""
+    outputs = []
+    for place, ancestors in enumerate(among):
+        seen = torch.cat((torch.ones(PREFIX, dtype=torch.bool), ancestors))
+        keys, values = states["key"][:, :, seen], states["value"][:, :, seen]
+        query = states["query"][:, :, place : place + 1]
+        outputs.append(sdpa_attention_forward(InPairs(), query, keys, values, None, scaling=scaling)[0])
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("among", [CHAIN, TREE], ids=["chain", "tree"])
+@torch.inference_mode()
+def test_separate_queries_have_the_bits_of_passes_over_one_token(among: Tensor, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    shapes = {"query": (1, 16, 4, 64), "key": (1, 8, PREFIX + 4, 64), "value": (1, 8, PREFIX + 4, 64)}
+    states = {name: torch.randn(shape, generator=rng).to(dtype) for name, shape in shapes.items()}
+    mask = torch.cat((torch.ones(4, PREFIX, dtype=torch.bool), among), dim=1)[None, None]
+    expected = one_by_one(states, among, 0.125)
+    with separate_queries(True):
+        separate, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+        again, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+    together, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+    assert torch.equal(separate, expected)
+    assert torch.equal(again, expected)
+    torch.testing.assert_close(together, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("mutant", [
+    lambda mask: [slice(mask.shape[-1])] * mask.shape[-2],  # later candidates
+    lambda mask: [slice(PREFIX + 1 + place) for place in range(mask.shape[-2])],  # siblings
+    lambda mask: [slice(PREFIX)] * mask.shape[-2],  # nothing after the prefix
+], ids=["all", "as in a chain", "prefix"])  # fmt: skip
+def test_other_keys_would_be_noticed(mutant: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_seen_keys", mutant)
+    with pytest.raises(AssertionError):
+        test_separate_queries_have_the_bits_of_passes_over_one_token(TREE, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "first"), [(torch.float32, True), (torch.bfloat16, False)])
+@torch.inference_mode()
+def test_queries_stay_together(dtype: torch.dtype, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, and where a window hides the first key of a query."""
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **__: pytest.fail("queries are separate"))
+    states = {name: torch.randn(1, 2 if name != "query" else 4, 2 if name == "query" else 5, 8).to(dtype)
+              for name in ("query", "key", "value")}  # fmt: skip
+    mask = torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)
+    mask[..., 1, 0] = first
+    with separate_queries(True):
+        grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.3)
+
+
+@needs_float16
+@pytest.mark.parametrize("settings", [{}, {"tree": "dyspec", "tree_budget": 6}], ids=["chain", "tree"])
+def test_logits_in_bfloat16_have_the_bits_of_plain_generation(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain generation with the copies of weights that the assistant uses."""
+    queries = Counter[int]()
+    heard(monkeypatch, attention, "sdpa_attention_forward", lambda _, query, *a, **b: queries.update([query.shape[2]]))
+    use_copies(monkeypatch)
+    target = quiet_later_layers(tiny("llama", hidden_size=128, num_attention_heads=4)).bfloat16()
+    arguments = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    assistant = assistant_for(target, rule="fixed", num_tokens=5, **settings)
+    assistant.warm_up()
+    with faster(target):
+        plain = target.generate(prompt(160), **arguments).logits
+    queries.clear()
+    assisted = target.generate(prompt(160), assistant_model=assistant, **arguments).logits
+    assert assistant.stats.accepted > 0
+    assert assistant.stats.decided["products"].startswith("float16")
+    assert torch.equal(torch.stack(plain), torch.stack(assisted))
+    assert 1 in queries
+    assert not any(1 < count < 160 for count in queries), "a round attended at once"
