@@ -241,6 +241,16 @@ def test_for_which_rows(own: Any, copied: Any, least: int, most: int) -> None:
     assert (times.least, times.most) == (least, most)
 
 
+@pytest.mark.parametrize(("own", "copied", "most"), [
+    ((4.6, 10.0, 26.7), (3.5, 4.2, 9.0), 24),
+    ((6.7, 5.6, 5.9), (6.0, 6.0, 9.9), 0),  # AMX: faster for one row only
+    ((4.9, 6.8, 10.2), (5.4, 5.7, 9.0), 24),  # slower for one row only
+])  # fmt: skip
+def test_in_half_precision_for_all_rows_or_none(own: Any, copied: Any, most: int) -> None:
+    times = ProductTimes.of(own, copied, is_half=True)
+    assert (times.least, times.most) == (1, most)
+
+
 def test_seconds_of_other_numbers_of_rows_lie_between() -> None:
     times = ProductTimes.of((2.0, 5.0, 29.0), (1.0, 4.0, 10.0))
     assert [times.seconds(rows, with_copy=True) for rows in (*ROWS, 2, 10, 24)] == [1.0, 4.0, 10.0, 2.0, 7.0, 14.0]
