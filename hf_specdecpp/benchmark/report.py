@@ -181,7 +181,13 @@ def _checks(results: dict[str, Any]) -> list[str]:
     ours = [found for found in results["mismatches"] if found["contestant"] in results["ours"]]
     greedy = [row for row in results["runs"] if row["temperature"] == 0.0 and row["contestant"] != PLAIN.name]
     compared = sum(len(row["answers"]) for row in greedy)
-    lines = [f"- {compared} greedy answers were compared with plain generate(); {len(ours)} of hf_specdecpp differ."]
+    same = {(row["set"], row["prompt"]): row["answers"] for row in greedy if row["contestant"] == SAME_PASSES.name}
+    assisted = [row for row in greedy if row["contestant"] in results["ours"]]
+    apart = [a != b for row in assisted for a, b in zip(row["answers"], same[row["set"], row["prompt"]], strict=True)]
+    lines = [
+        f"- {compared} greedy answers were compared with plain generate(); {len(ours)} of hf_specdecpp differ. "
+        f"{sum(apart)} of {len(apart)} differ from plain generation with the same passes."
+    ]
     lines += [f"- {describe_mismatch(found)}" for found in results["mismatches"]]
     return ["## Checks", "\n".join(lines)]
 

@@ -100,7 +100,9 @@ def test_the_report(ran: tuple[Path, Any]) -> None:
     assert len(pictures) == 2
     assert all((folder / picture).is_file() for picture in pictures)
     assert "| batches of 2 | " in report
-    assert re.search(r"- \d+ greedy answers were compared with plain generate\(\); 0 of hf_specdecpp differ.", report)
+    assert re.search(
+        r"- \d+ greedy answers were compared with plain generate\(\); 0 of hf_specdecpp differ. 0 of \d+ differ", report
+    )
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +110,8 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0")
     result = run_bench(target, tmp_path, *options)
     assert result.exit_code == 1
+    report = (tmp_path / "bench" / "report.md").read_text()
+    assert re.search(r" [1-9]\d* of \d+ differ from plain generation with the same passes\.", report)
     assert "fixed 3 differs from plain generate() from token" in " ".join(result.output.split())
     assert "FAILED: answers differ from plain generate()" in result.output
 
