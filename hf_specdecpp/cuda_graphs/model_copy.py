@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_specdecpp.caches.masks import GROUPED
 from hf_specdecpp.cuda_graphs.graphs import is_capturing
 from hf_specdecpp.cuda_graphs.identity import tensors_of
-from hf_specdecpp.models.cpu.attention import UNUSUAL
+from hf_specdecpp.models.cpu.grouped_attention import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing
 from hf_specdecpp.models.foreign import package_of
 
@@ -33,7 +33,7 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention for grouped queries, as `models.cpu.attention.grouped_attention`, without copies of keys and values.
+    """Attention for grouped queries, as `models.cpu.grouped_attention`, without copies of keys and values.
 
     The query heads of a group become further queries of a head. On CUDA, PyTorch's `enable_gqa` has no fast kernel for
     passes with a mask, and transformers copies all rows of a fixed cache in each layer.

@@ -23,7 +23,7 @@ from hf_specdecpp.generation.output_text import OutputText, Round
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_positions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, keeping_generators
 from hf_specdecpp.models.checks import frequency_changes
-from hf_specdecpp.models.cpu.attention import separate_queries
+from hf_specdecpp.models.cpu.grouped_attention import separate_queries
 from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 

@@ -127,7 +127,7 @@ class Demo:
                 plain.append(self._answer(ids, None, self.max_new_tokens))
                 assisted.append(self._answer(ids, self.assistant, self.max_new_tokens))
         self.console.print(coloured(assisted[-1]), "", sep="\n", soft_wrap=True)
-        compared = [self._comparison(ids, plain[0].ids, each.ids) for each in assisted]
+        compared = [self._comparison(ids, list(plain[0].ids), list(each.ids)) for each in assisted]
         for line, style in dict.fromkeys(compared):
             self.console.print(line, style=style, soft_wrap=True)
         self.wrong += any(style == "red" for _, style in compared)

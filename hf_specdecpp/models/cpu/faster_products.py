@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
-from hf_specdecpp.models.cpu.attention import grouped_attention
+from hf_specdecpp.models.cpu.grouped_attention import grouped_attention
 from hf_specdecpp.models.cpu.products import ProductTimes, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 

@@ -16,9 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu import attention
-from hf_specdecpp.models.cpu.attention import HALF, grouped_attention, separate_queries
+from hf_specdecpp.models.cpu import grouped_attention as attention
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
+from hf_specdecpp.models.cpu.grouped_attention import HALF, grouped_attention, separate_queries
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
 Copies = list[tuple[int, ...]]
@@ -114,7 +114,7 @@ def test_whatever_is_unusual_is_left_to_transformers(changes: dict[str, Any], mo
         asked.append("transformers")
         return sdpa_attention_forward(*args, **kwargs)
 
-    monkeypatch.setattr("hf_specdecpp.models.cpu.attention.sdpa_attention_forward", noted)
+    monkeypatch.setattr("hf_specdecpp.models.cpu.grouped_attention.sdpa_attention_forward", noted)
     call()
     assert not asked
     call(**changes)

@@ -95,7 +95,7 @@ def grouped_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _seen_keys(mask: Tensor) -> list[slice | Tensor] | None:
+def _seen_keys(mask: Any) -> list[slice | Tensor] | None:
     """For each query of a boolean mask `[1, 1, tokens, cached tokens]` the keys that it sees: their number as a slice,
     or their indices in a tree; `None` if a window hides the first key of a query.
 
