@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import local
 from typing import Any
 
@@ -73,26 +74,26 @@ def grouped_attention(
     Returns:
         `[batch, tokens, heads, width]`, and `None` for the attention weights.
     """
-    usual = (  # cheap tests first: every layer runs this in every pass
+    if (  # cheap tests first: every layer runs this in every pass
         query.shape[2] > 1
         and attention_mask is not None
         and not torch.is_grad_enabled()
         and key.device.type == "cpu"
+        and key.shape[-1] == value.shape[-1]
         and not kwargs.get("dropout")
         and (not (given := UNUSUAL & kwargs.keys()) or all(kwargs[name] is None for name in given))
-    )
-    if usual and _local.separate and query.dtype in HALF and (seen := _seen_keys(attention_mask)) is not None:
-        outputs = [
-            sdpa_attention_forward(module, one, key[:, :, keys], value[:, :, keys], None, scaling=scaling, **kwargs)[0]
-            for one, keys in zip(query.split(1, dim=2), seen, strict=True)
-        ]
-        return torch.cat(outputs, dim=1), None
-    if not usual or query.shape[1] == key.shape[1] or key.shape[-1] != value.shape[-1]:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    output = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
-    )
-    return output.transpose(1, 2).contiguous(), None
+    ):
+        attend = partial(
+            functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        seen = _seen_keys(attention_mask) if _local.separate and query.dtype in HALF else None
+        if seen is not None:
+            queries = zip(query.split(1, dim=2), seen, strict=True)
+            output = torch.cat([attend(one, key[:, :, keys], value[:, :, keys]) for one, keys in queries], dim=2)
+            return output.transpose(1, 2).contiguous(), None
+        if query.shape[1] != key.shape[1]:
+            return attend(query, key, value, attn_mask=attention_mask).transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
 def _seen_keys(mask: Any) -> list[slice | Tensor] | None:

@@ -10,6 +10,7 @@ from support.devices.products import faster, needs_float16, use_copies
 from support.targets.models import assistant_for, prompt, quiet_later_layers, tiny
 from support.targets.watchers import heard
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -186,13 +187,17 @@ def test_other_keys_would_be_noticed(mutant: Callable[[Tensor], Any], monkeypatc
 @torch.inference_mode()
 def test_queries_stay_together(dtype: torch.dtype, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32, and where a window hides the first key of a query."""
-    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **__: pytest.fail("queries are separate"))
+    queries = list[int]()
+    heard(
+        monkeypatch, functional, "scaled_dot_product_attention", lambda query, *_, **k: queries.append(query.shape[2])
+    )
     states = {name: torch.randn(1, 2 if name != "query" else 4, 2 if name == "query" else 5, 8).to(dtype)
               for name in ("query", "key", "value")}  # fmt: skip
     mask = torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)
     mask[..., 1, 0] = first
     with separate_queries(True):
         grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.3)
+    assert queries == [2]
 
 
 @needs_float16
