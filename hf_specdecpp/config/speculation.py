@@ -181,7 +181,8 @@ class Decisions:
         tree_depth (candidates): longest path of a dynamic tree or of `"static"`. `"dyspec"` has a draft pass per level.
         tree_threshold (probability): no candidate is drawn in a dynamic tree if its position is reached with a lower
             estimated probability (DySpec: at most 1 / budget). 0: no limit.
-        lookup_tokens (candidates): maximum length of a looked up chain; looked up trees have `tree_budget` at most.
+        lookup_tokens (candidates): maximum length of a looked up chain, which the target reads after one more token, so
+            in a pass over up to 32; looked up trees have `tree_budget` at most.
         draft_temperature: divides the draft's logits in sampled generation, before all logits processors and before
             the target's successors are mixed in.
         draft_successors: mix the draft's distribution with the tokens that the target recently chose after these one
@@ -197,7 +198,7 @@ class Decisions:
     adapt: bool = True
     tree_depth: int = 12
     tree_threshold: float = 0.0
-    lookup_tokens: int = 40
+    lookup_tokens: int = 31
     draft_temperature: float = 1.0
     draft_successors: bool | None = None
     verification: Verification = "block"

@@ -35,6 +35,7 @@ MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave 
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
 ROWS = (1, 4, 16)  # of the measured multiplications
 UP_TO = (2, 8, 24)  # rows that each measurement applies to; more rows use PyTorch's own kernel
+ALIKE = 32  # most rows of a pass in half precision; in wider ones PyTorch's own kernel for AMX rounds differently
 SAMPLE = 1 << 21  # elements of a weight
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
 RUNS, MOST_RUNS = 3, 6  # of each multiplication
@@ -221,14 +222,14 @@ class ProductTimes:
     def of(cls, own: tuple[float, ...], copied: tuple[float, ...], is_half: bool = False) -> ProductTimes:
         """Choose the numbers of rows for which the copy is used.
 
-        In half precision the copy is used for 1 to 24 rows if its three times together are shorter, otherwise never:
+        In half precision the copy is used for 1 to 32 rows if its three times together are shorter, otherwise never:
         with two kernels passes over one token and over several would round differently.
 
         Example: PyTorch's own kernel takes 2.3, 2.4 and 3.9 ms for 1, 4 and 16 rows, and the copy's 0.9, 1.4 and 4.9.
         The copy is faster for 1 and 4 rows, and for 16 at most 1.3 times as slow, so it is used for 1 to 24 rows.
         """
         if is_half:
-            return cls(own, copied, 1, UP_TO[-1] if LEAST_GAIN * sum(copied) <= sum(own) else 0)
+            return cls(own, copied, 1, ALIKE if LEAST_GAIN * sum(copied) <= sum(own) else 0)
         least, most = 1, 0
         for first, last, mine, other in zip((1, *(each + 1 for each in UP_TO)), UP_TO, own, copied, strict=False):
             if other * LEAST_GAIN <= mine or (most and other <= MOST_LOSS * mine):

@@ -242,9 +242,9 @@ def test_for_which_rows(own: Any, copied: Any, least: int, most: int) -> None:
 
 
 @pytest.mark.parametrize(("own", "copied", "most"), [
-    ((4.6, 10.0, 26.7), (3.5, 4.2, 9.0), 24),
+    ((4.6, 10.0, 26.7), (3.5, 4.2, 9.0), 32),
     ((6.7, 5.6, 5.9), (6.0, 6.0, 9.9), 0),  # AMX: faster for one row only
-    ((4.9, 6.8, 10.2), (5.4, 5.7, 9.0), 24),  # slower for one row only
+    ((4.9, 6.8, 10.2), (5.4, 5.7, 9.0), 32),  # slower for one row only
 ])  # fmt: skip
 def test_in_half_precision_for_all_rows_or_none(own: Any, copied: Any, most: int) -> None:
     times = ProductTimes.of(own, copied, is_half=True)
