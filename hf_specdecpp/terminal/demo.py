@@ -73,13 +73,9 @@ def run(config: DemoConfig, console: Console) -> None:
         console.print(f"\nThe most branched tree\n{tree or 'No round was worth a tree.'}", soft_wrap=True)
     if file is not None:
         last, name = compared[-1], Path(str(model.config.name_or_path)).name
-        plain, assisted, per_pass = (
-            last.plain[-1],
-            last.assisted[-1],
-            f"{last.stats.tokens_per_pass:.2f} tokens a target pass",
-        )
+        plain, assisted, per_pass = last.plain[-1], last.assisted[-1], last.stats.tokens_per_pass
         notes = (
-            f"{plain.seconds / assisted.seconds:.2f} times as fast, {per_pass}",
+            f"{plain.seconds / assisted.seconds:.2f} times as fast, {per_pass:.2f} tokens a target pass",
             f"specdecpp demo --svg, {name}, {where(model)}; times are CPU time",
         )
         save_text(picture(last.question, plain, assisted, notes), file)
