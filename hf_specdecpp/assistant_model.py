@@ -327,7 +327,7 @@ class AssistantModel(PreTrainedModel):
         generator.stats.decided["attached"] = "by a call" if target in self._met_in_calls else "before"
         generator.stats.suspect, generator.stats.agreement = self.suspect, list(self.agreement)
         if first is not None:
-            generator.share_products(first)
+            generator.products = first.products
         return generator
 
     # Called by transformers, as methods of a model -------------------------------------------------------------------

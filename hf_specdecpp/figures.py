@@ -29,15 +29,13 @@ def median_of_ratios(ratios: Sequence[float], seed: int = 0) -> tuple[float, flo
     return _interval(values[:, None], lambda rows: np.median(rows[..., 0], axis=-1), seed)
 
 
-def ratio_of_sums(
-    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
-) -> tuple[float, float, float]:
+def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
     """Ratio of two sums, such as tokens and seconds of all answers, and the ends of its 95 % bootstrap interval."""
     values = np.stack((np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)), axis=-1)
-    return _interval(values, lambda rows: rows[..., 0].sum(-1) / rows[..., 1].sum(-1), seed)
+    return _interval(values, lambda rows: rows[..., 0].sum(-1) / rows[..., 1].sum(-1))
 
 
-def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int) -> tuple[float, float, float]:
+def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int = 0) -> tuple[float, float, float]:
     """`statistic(values)` for `values` `[n, fields]`, and the 2.5 % and 97.5 % quantiles of it on resamples."""
     generator = np.random.default_rng(seed)
     drawn = generator.integers(len(values), size=(RESAMPLES, len(values)))

@@ -93,13 +93,6 @@ class GrowingContext(CachedContext[int]):
             roll_back(self.cache, self.num_tokens)
 
 
-def text_in(cache: Any) -> CachedContext:
-    """The sequence that a cache holds, so that a pass can be tried and rolled back."""
-    text = GrowingContext(cache)
-    text.begin_round()
-    return text
-
-
 # Arguments of a forward pass that grow with a sequence. ---------------------------------------------------------------
 
 
@@ -162,11 +155,8 @@ def _surplus(layer: Any, num_tokens: int) -> int:
 def _can_crop(layer: Any) -> bool:
     if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         return layer.record_past
-    return (
-        type(layer) is not cache_utils.DynamicSlidingWindowLayer
-        or layer.record_past
-        or (layer.get_seq_length() < layer.sliding_window)
-    )
+    slides = type(layer) is cache_utils.DynamicSlidingWindowLayer
+    return not slides or layer.record_past or layer.get_seq_length() < layer.sliding_window
 
 
 def num_rows(cache: Cache) -> int:

@@ -157,13 +157,6 @@ class GrowingTreeLayer(DynamicSlidingWindowLayer):
         return stored + query_length, self.cumulative_length - stored
 
 
-def prepare_for_tree(cache: Cache) -> None:
-    """Prepare the sliding-window layers of `cache` for a tree that is read in several passes."""
-    for layer in cache.layers:
-        if type(layer) is DynamicSlidingWindowLayer:
-            layer.__class__ = GrowingTreeLayer
-
-
 def stored_rows(layer: Any) -> int:
     """Number of rows of keys in a layer; in sliding-window layers fewer than the tokens read."""
     return layer.keys.shape[-2] if layer.is_initialized and layer.keys.numel() else 0
@@ -224,8 +217,10 @@ def tree_mask(
     `prefix_mask`: bool `[num_prefix]`, false for padding, which no query sees; `None` if there is none."""
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
-    if num_queries < ancestors.shape[1]:
-        prepare_for_tree(cache)
+    if num_queries < ancestors.shape[1]:  # the tree is read in several passes
+        for each in cache.layers:
+            if type(each) is DynamicSlidingWindowLayer:
+                each.__class__ = GrowingTreeLayer
     if prefix_mask is not None:
         prefix_mask = prefix_mask.to(ancestors.device)
     masks = {}
@@ -327,9 +322,7 @@ def inputs_in_place(model: CausalLM, cache: Any, nodes: Nodes, num_prefix: Tenso
     """
     config = model.config.get_text_config(decoder=True)
     begin, prompt, last = num_prefix[:, None], cache.prompt, nodes.most + 1
-    columns = (span(cache.capacity + 1, begin.device)[1:] - begin).clamp(
-        0, last
-    )  # for each row its one of `Nodes.columns`
+    columns = (span(cache.capacity + 1, begin.device)[1:] - begin).clamp(0, last)  # of `Nodes.columns`, for each row
     if prompt is not None:
         columns = torch.where(prompt.shown, columns, last)
     queries = begin + nodes.places

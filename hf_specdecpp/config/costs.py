@@ -104,8 +104,7 @@ class Costs:
         candidates = np.arange(max_tokens + 1)
         steps = -(-candidates // self.block)
         drafting = steps * self.draft + (candidates - steps) * self.branch + (steps > 0) * self.start
-        seconds: Floats = drafting + self.verify_seconds(max_tokens) + self.overhead
-        return seconds
+        return drafting + self.verify_seconds(max_tokens) + self.overhead
 
     def level_seconds(self, level: int, nodes: int) -> float:
         """Seconds of reading `nodes` nodes of a tree with the draft, `level` levels below the first that was read."""

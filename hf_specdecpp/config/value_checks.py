@@ -40,17 +40,14 @@ def check_types(settings: Any, path: str = "") -> None:
             check_types(value, f"{path}{name}.")
 
 
-def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -> None:
-    """Raise `ValueError` unless `values` maps arguments of `function` to values of the types it annotates.
-
-    `path`: prefix of argument names in messages, such as `"head."`.
-    """
+def check_arguments(function: Callable[..., Any], values: Any) -> None:
+    """Raise `ValueError` unless `values` maps arguments of `function` to values of the types it annotates."""
     hints = hints_of(function)
     if not isinstance(values, dict):
-        raise ValueError(f"{path.rstrip('.')}={shown(values)} must be a mapping.")
+        raise ValueError(f"{shown(values)} must be a mapping.")
     if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"{path}{unknown[0]} is not known; it may be of a newer version: pip install -U hf-specdecpp")
-    check_values(values, hints, path)
+        raise ValueError(f"{unknown[0]} is not known; it may be of a newer version: pip install -U hf-specdecpp")
+    check_values(values, hints)
 
 
 def check_values(

@@ -84,8 +84,7 @@ class Fusion(StateReader):
         if self.read is not None and states.shape[-1] == self.width:
             final, read = states.split((self.hidden_size, self.width - self.hidden_size), dim=-1)
             states = final + self.read(read)
-        fused: Tensor = self.fuse(torch.cat((states, embeddings), dim=-1))
-        return fused
+        return self.fuse(torch.cat((states, embeddings), dim=-1))
 
 
 def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:

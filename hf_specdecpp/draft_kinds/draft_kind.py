@@ -202,8 +202,7 @@ class PublishedKind(DraftKind):
 
     def settings(self, module: Any) -> dict[str, Any]:
         """Return the settings of a loaded draft that `specdecpp inspect` prints, by name."""
-        settings: dict[str, Any] = module.to_config()
-        return settings
+        return module.to_config()
 
     def misfit(self, module: Any, target: CausalLM) -> str | None:
         """Return why a loaded draft does not fit a target, as a clause after the draft's name; `None` if it fits."""
@@ -244,8 +243,7 @@ class PublishedKind(DraftKind):
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
         target: Any = how.target
         self.bind(parts.module, target, self.describe(config))
-        draft: Draft = self.drafter(parts.module, target)
-        return draft
+        return self.drafter(parts.module, target)
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
         """Move a loaded draft to the target's input device and dtype (or `dtype`). `name` describes the draft in the

@@ -175,8 +175,7 @@ class Gemma4Draft(StateDraft):
         """
         head, clusters = self.model.lm_head, self.model.masked_embedding
         if clusters is None:
-            logits: Tensor = head(hidden)
-            return logits
+            return head(hidden)
         chosen = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
         ids = clusters.token_ordering.view(clusters.num_centroids, -1)[chosen].flatten(1)
         found = (head.weight[ids] @ hidden[..., None]).squeeze(-1)
@@ -256,9 +255,8 @@ class SharedSteps(RoundSteps):
         cache.length.add_(window.last + 1)
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
-        if window.states is None:
-            raise ValueError("A Gemma 4 assistant reads the target's states, and none were handed over.")
-        tokens, states = window.tokens.gather(1, window.last[:, None]), last_rows(window.states, window.last)[:, None]
+        own: Any = window.states
+        tokens, states = window.tokens.gather(1, window.last[:, None]), last_rows(own, window.last)[:, None]
         seen = self.draft.rows_in(cache)
         while True:
             logits, hidden, further = self.draft.run(tokens, states, seen)

@@ -52,8 +52,7 @@ def read_config(raw: dict[str, Any], kind: DraftKind, source: Repository, commit
     """Return an assistant's config from its own `config.json`, or from that of a published draft of this kind in the
     repository `source` at `commit`. `ValueError` if it is damaged or of a newer format."""
     if not isinstance(kind, PublishedKind) or raw.get("model_type") == SpecDecPPConfig.model_type:
-        config: SpecDecPPConfig = SpecDecPPConfig.from_dict(raw)
-        return config
+        return SpecDecPPConfig.from_dict(raw)
     return published(kind, source, commit, **kind.fields(raw))
 
 

@@ -32,13 +32,6 @@ def at_once(chain: Chain) -> Drafting:
     yield  # makes this a coroutine
 
 
-def point_mass(token: int, size: int, device: torch.device) -> Tensor:
-    """Logits `[size]` whose softmax has probability 1 at `token`."""
-    scores = torch.full((size,), float("-inf"), device=device)
-    scores[token] = 0.0
-    return scores
-
-
 def next_step(
     session: DraftingSession, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
@@ -254,11 +247,7 @@ def should_continue(rules: Sequence[StoppingRule], rows: int) -> bool:
     """Whether all unfinished rows of a batch should draft another candidate. A further column of a pass costs the price
     of a candidate for every row, including rows that have stopped.
 
-    Example: two of four rows are unfinished, and a candidate is worth 3 and 1.7 times its cost. 4.7 > 4: draft.
-
-    Args:
-        rules: those of the unfinished rows.
-        rows: number of rows in the batch.
+    Example: two of four `rows` are unfinished, and a candidate is worth 3 and 1.7 times its cost. 4.7 > 4: draft.
     """
     return sum(rule.worth for rule in rules) > rows
 

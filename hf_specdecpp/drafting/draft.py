@@ -141,11 +141,8 @@ class Draft:
     cannot: Mapping[str, str] = {}
     agreement: Sequence[float] = ()
     shares_cache = False
+    max_length = float("inf")
     captured: tuple[list[Any], Any] | None = None
-
-    @property
-    def max_length(self) -> float:
-        return float("inf")
 
     @property
     def device(self) -> torch.device:

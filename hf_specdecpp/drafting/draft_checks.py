@@ -47,10 +47,8 @@ def check_fusion(fusion: StateReader, drafter: Any) -> None:
 
 def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
     """Raise `ValueError` unless the head was trained for hidden states and embeddings of the draft's sizes."""
-    ours = {"hidden_size": head.hidden_size}
-    theirs = {"hidden_size": drafter.hidden_size}
-    if head.inputs == "before":
-        ours["embedding_size"], theirs["embedding_size"] = head.embedding_size, drafter.embedding_size
+    sizes = ("hidden_size", "embedding_size") if head.inputs == "before" else ("hidden_size",)
+    ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (head, drafter))
     if ours != theirs:
         raise ValueError(
             f"The acceptance head was trained for {ours} but draft {draft_name} has {theirs}, so it cannot "

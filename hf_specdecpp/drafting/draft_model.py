@@ -63,7 +63,7 @@ class DraftModel(nn.Module):
         divisors = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
         self._divisor = next((each for name in divisors if (each := getattr(self.text_config, name, None))), None)
         self._cap = getattr(self.text_config, "final_logit_softcapping", None)  # Gemma 2 and later
-        self._longest = causal_lm.longest_text(model)
+        self.max_length = causal_lm.longest_text(model)
         self._check_logits()
         if draft_vocab is not None:
             draft_vocab = torch.as_tensor(draft_vocab, device=self.device)
@@ -90,10 +90,6 @@ class DraftModel(nn.Module):
     @property
     def embedding_size(self) -> int:
         return self.model.get_input_embeddings().weight.shape[1]
-
-    @property
-    def max_length(self) -> float:
-        return self._longest
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
         """Embeddings `[..., embedding_size]` of ids `[...]` on their device; ids beyond the table are read as 0."""
@@ -306,7 +302,7 @@ class DraftSession(ModelSession):
         self.cache = DynamicCache(config=drafter.text_config)
         self.context = GrowingContext(self.cache)
         self._recording = False
-        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
+        self._lineage: Any = None  # a `Lineage`: the nodes of a tree that the cache holds
 
     @property
     def length(self) -> int:
@@ -338,13 +334,11 @@ class DraftSession(ModelSession):
             self._lineage.feed(tree, nodes)
             logits, hidden = self.propose_next([])
             return logits[None], hidden[None]
-        if self._lineage is None:
-            raise ValueError("The root of a tree is fed first, by itself.")
-        states = None
+        states, lineage = None, self._lineage
         if self.reads_states:
             states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
-        num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
-        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *self._lineage.feed(tree, nodes)
+        num_prefix = self.cache.get_seq_length() - len(lineage.nodes)
+        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *lineage.feed(tree, nodes)
         tokens, ancestors, depths = upload(fed, self.device)
         inputs = {}  # none for a single node that sees all earlier nodes, as in a chain
         if len(nodes) > 1 or not bool(fed[1].all()):

@@ -14,13 +14,8 @@ from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
 from hf_specdecpp.drafting.rows import BatchSession, RowSession
-from hf_specdecpp.models.causal_lm import (
-    CausalLM,
-    inner_decoder,
-    num_embeddings,
-    takes_positions,
-    why_no_positions,
-)
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.target_states import StateReader
 
 MOST_KEPT = 64  # tokens of passes whose masks are kept: those of rounds, not of prompts
@@ -57,8 +52,8 @@ class Drafter(DraftModel, Draft):
             return "not all of its layers are attention"
         if getattr(self.model, "is_quantized", False):
             return "it is quantised"
-        if not takes_positions(inner_decoder(self.model)):
-            return f"it {why_no_positions(inner_decoder(self.model))}"
+        if not causal_lm.takes_positions(causal_lm.inner_decoder(self.model)):
+            return f"it {causal_lm.why_no_positions(causal_lm.inner_decoder(self.model))}"
         return why_not_in_place(self.model)
 
 

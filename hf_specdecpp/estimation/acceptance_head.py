@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_specdecpp.estimation.estimators import (
-    LAGS,
-    MODES,
-    NUM_SCALARS,
-    NUM_SIBLINGS,
-    SIBLING_MASS,
-    DraftStep,
-    scalar_features,
-)
+from hf_specdecpp.estimation import estimators
+from hf_specdecpp.estimation.estimators import LAGS, MODES, DraftStep, scalar_features
 
 # Bounds, because sizes come from the config of a downloaded repository.
 MOST_BLOCKS, MOST_POSITIONS = 64, 1024
@@ -30,13 +23,10 @@ class Calibration:
     """Calibration of log-odds: (log-odds + bias) / temperature of the candidate's position in the round.
 
     Raises `ValueError` unless there are 1 to 1024 temperatures, positive and finite, and the bias is finite.
-
-    Args:
-        temperatures: one for each position; later positions use the last one.
     """
 
     bias: float = 0.0
-    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    temperatures: list[float] = field(default_factory=lambda: [1.0])  # by position; later ones use the last
 
     def __post_init__(self) -> None:
         if not 0 < len(self.temperatures) <= MOST_POSITIONS or not all(0 < t < math.inf for t in self.temperatures):
@@ -139,10 +129,10 @@ class AcceptanceHead(nn.Module):
             self.from_hidden = nn.Linear(hidden_size, rank)
             self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
             from_scalars = nn.Linear(32, 1)
-            self.from_scalars = nn.Sequential(nn.Linear(NUM_SCALARS, 32), nn.SiLU(), from_scalars)
-            most = torch.full((NUM_SCALARS,), math.inf)  # upper bounds of the scalars
+            self.from_scalars = nn.Sequential(nn.Linear(estimators.NUM_SCALARS, 32), nn.SiLU(), from_scalars)
+            most = torch.full((estimators.NUM_SCALARS,), math.inf)  # upper bounds of the scalars
             if siblings is not None:
-                most[SIBLING_MASS], most[NUM_SIBLINGS] = float(siblings > 1), siblings - 1
+                most[estimators.SIBLING_MASS], most[estimators.NUM_SIBLINGS] = float(siblings > 1), siblings - 1
             self.register_buffer("most", most, persistent=False)
             starts_at_zero.append(from_scalars)
         for layer in starts_at_zero:

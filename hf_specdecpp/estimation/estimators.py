@@ -234,10 +234,9 @@ class AcceptanceRates:
         if fades:
             for counts in (self.transitions, self.estimated, self.accepted):
                 counts *= REMEMBERED
-        if fades or self.rounds in FIRST_FITS:
+        if is_due := fades or self.rounds in FIRST_FITS:
             self.fit()
-            return True
-        return False
+        return is_due
 
     def calibrated(self, estimate: float) -> float:
         """The calibrated probability that a candidate with this estimate is accepted."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
@@ -16,7 +18,7 @@ from transformers.utils import logging
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
-from hf_specdecpp.drafting.chain import ChainDrafting, Drafting, Threshold, point_mass
+from hf_specdecpp.drafting.chain import ChainDrafting, Drafting, Threshold
 from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
 from hf_specdecpp.generation.refusals import LateRefusalError
@@ -94,7 +96,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         decided = setup.decided(target, verification, self.corrections is not None, chains)
         self.stats = SpeculationStats(remedies=setup.remedies, decided=decided)
         self.round_steps = setup.drafter.round_steps(self.vocab_size) if captures else None
-        self._products: FasterProducts | None = None
         self.plan: Plan | None = plan_of(setup, target, generation_config, captures, trees=chains is None)
         how = self.session, self.draft_processing, self.randomness, self.eos_token_ids
         self.method: ChainDrafting | TreeDrafting
@@ -118,21 +119,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def _observers(self) -> list[Any]:
         return [each for each in (self.stats, self.lookup, *self.method.observers) if each is not None]
 
-    @property
+    @cached_property
     def products(self) -> FasterProducts:
         """Made at first use, which is slow: every weight with a copy is read."""
-        if self._products is None:
-            begin = time.perf_counter()
-            self._products = self.setup.products(self._target)
-            own = set(modules_of(self._target))
-            self.stats.has_products = any(layer in own for layer in self._products.layers)
-            self.stats.decided["products"] = self._described()
-            self.stats.preparing_seconds += time.perf_counter() - begin
-        return self._products
-
-    def share_products(self, other: SpecDecPPCandidateGenerator) -> None:
-        """Use the products of another row of the batch, because making them reads every weight with a copy."""
-        self._products = other.products
+        begin, own = time.perf_counter(), set(modules_of(self._target))
+        products = self.setup.products(self._target)
+        self.stats.has_products = any(layer in own for layer in products.layers)
+        self.stats.decided["products"] = self._described(products)
+        self.stats.preparing_seconds += time.perf_counter() - begin
+        return products
 
     def begin_text(self, length: int) -> None:
         """Decide, before a prompt of `length` tokens is read, whether to draft at all (`is_paused`)."""
@@ -201,7 +196,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             return input_ids, None
         candidates = input_ids.new_tensor([chain.candidates])
         looked_up = chain.candidates[chain.num_drawn :]
-        certain = [point_mass(token, self.vocab_size, input_ids.device) for token in looked_up]
+        certain = functional.one_hot(input_ids.new_tensor(looked_up), self.vocab_size).log()
         return torch.cat((input_ids, candidates), dim=1), torch.stack([*chain.drawn_from, *certain])[None]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
@@ -230,9 +225,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Called if captured rounds have failed: the draft reads the sequence from its start again."""
         self._shown, self.observers = 0, self._observers()
 
-    def _described(self) -> str:
+    def _described(self, products: FasterProducts) -> str:
         """Describe the current matrix multiplications of target and draft."""
-        return f"{self.products.described}{', draft in int8' if self.setup.drafts_in_int8 else ''}"
+        return f"{products.described}{', draft in int8' if self.setup.drafts_in_int8 else ''}"
 
     def stop_drafting(self) -> None:
         """Stop drafting for the rest of this sequence, because the draft's cache is lost."""
@@ -240,7 +235,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def finish(self) -> None:
         """Called at the end of a generation: update the costs of rounds. Errors are logged, not raised."""
-        self.stats.decided["products"] = self._described()
+        self.stats.decided["products"] = self._described(self.products)
         if self.plan is not None and self.times is not None:
             try:
                 self.plan.end_text(self.times)

@@ -15,16 +15,8 @@ from transformers.utils import logging
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
 from hf_specdecpp.caches.trial import can_be_saved
-from hf_specdecpp.models.causal_lm import (
-    CACHE,
-    CACHE_NAMES,
-    CausalLM,
-    cache_among,
-    eos_ids,
-    modules_of,
-    num_processes,
-    why_no_positions,
-)
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, why_no_positions
 from hf_specdecpp.models.checks import check_cache, frequency_changes
 from hf_specdecpp.models.foreign import ForeignPasses, foreign_passes
 from hf_specdecpp.sampling.processors import class_of, name_of, remembers
@@ -77,16 +69,12 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             f"An assistant cannot help with {mode.value.replace('_', ' ')} (num_beams={config.num_beams}): it proposes "
             f"one continuation of one sequence. Set num_beams=1, or generate without an assistant."
         )
-    if (kind := getattr(config, "speculation_type", None)) is not None:
-        raise ValueError(
-            f"speculation_type={kind!r} is transformers' own speculation, and this assistant drafts and verifies by "
-            "itself. Leave it out. Such a draft works here by assist(model, draft)."
-        )
-    if getattr(config, "use_mtp", None):
-        raise ValueError(
-            "use_mtp=True is transformers' own speculation, and this assistant drafts and verifies by itself. Leave it "
-            "out. The target's multi-token layers work here by assist(model, 'mtp')."
-        )
+    for name, draft in (("speculation_type", "draft"), ("use_mtp", "'mtp'")):
+        if value := getattr(config, name, None):
+            raise ValueError(
+                f"{name}={value!r} is transformers' own speculation, and this assistant drafts and verifies by itself. "
+                f"Leave it out. Such a draft works here by assist(model, {draft})."
+            )
     if config.use_cache is False:
         raise ValueError(
             "use_cache=False, given to generate() or in the model's own config: verifying candidates needs the "
@@ -145,7 +133,7 @@ def ends_predictably(criterion: Any, config: GenerationConfig) -> bool:
     if class_of(criterion) is MaxLengthCriteria:
         return criterion.max_length == config.max_length
     if class_of(criterion) is EosTokenCriteria:
-        return eos_ids(config).issuperset(criterion.eos_token_id.tolist())
+        return causal_lm.eos_ids(config).issuperset(criterion.eos_token_id.tolist())
     return class_of(criterion) is MaxTimeCriteria  # time limits may be noticed a round later
 
 
@@ -176,7 +164,7 @@ def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | 
     if passes is None:
         return None
     reason = passes.reason
-    if reason is None and rows == 1 and can_be_saved(cache) and num_processes(target) == 1:
+    if reason is None and rows == 1 and can_be_saved(cache) and causal_lm.num_processes(target) == 1:
         return passes
     if reason is None:
         kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))
@@ -299,7 +287,7 @@ def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
 
 def _adapter_names(target: CausalLM) -> bool:
     """Whether rows have adapters of their own: PEFT passes `adapter_names` to its layers by hooks."""
-    hooks = (hook for module in modules_of(target) for hook in module._forward_pre_hooks.values())
+    hooks = (hook for module in causal_lm.modules_of(target) for hook in module._forward_pre_hooks.values())
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions, Rule, SpeculationConfig
 from hf_specdecpp.drafting.chain import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.drafting.draft import Draft
@@ -66,7 +67,6 @@ class DraftSetup:
     rows: int = 1
     is_independent: bool = False
     trainable: frozenset[str] = frozenset()
-    _found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of one target
 
     def check(self) -> None:
         """Raise `ValueError` if settings are invalid, or the draft does not support batches or the configured trees."""
@@ -164,17 +164,13 @@ class DraftSetup:
         layer = next(large_layers([target]), None)
         return None if layer is None else product_times(layer.weight)
 
-    @property
+    @cached_property
     def drafts_in_int8(self) -> bool:
         """Whether the draft multiplies in int8 in passes over few tokens; by default for separate draft models."""
         wanted = self.decisions.int8_draft
         if wanted is None:
             wanted = self.is_independent and self.speculation.cpu_products == "auto"
-        if not wanted or not has_int8():
-            return False
-        if "int8" not in self._found:
-            self._found["int8"] = any(True for _ in large_layers(self.drafter.parts))
-        return bool(self._found["int8"])
+        return wanted and has_int8() and any(True for _ in large_layers(self.drafter.parts))
 
     def rule(self, target: CausalLM) -> Rule:
         """The stopping rule of a generation. `"throughput"` becomes `"threshold"` for a target on several processes
@@ -298,7 +294,7 @@ def plan_of(
 def make_rule(
     config: SpeculationConfig,
     estimator: Estimator,
-    plan: ChainPlan | None = None,
+    plan: Plan | None = None,
     rates: AcceptanceRates | None = None,
     min_tokens: int = 1,
 ) -> StoppingRule:
@@ -319,7 +315,8 @@ def make_rule(
 
 def plan_for(config: SpeculationConfig, estimator: Estimator) -> ChainPlan:
     """A new plan for chains with the given `config.costs`; `ValueError` if there are none."""
-    return ChainPlan(KnownCosts.given(config.costs), config.max_tokens, lag_of(estimator))
+    costs = Costs.from_dict(config.costs or {})
+    return ChainPlan(KnownCosts(costs, follows=False), config.max_tokens, lag_of(estimator))
 
 
 def rule_of(
@@ -334,12 +331,9 @@ def rule_of(
             "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
             "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
         )
-    if plan is not None:
-        return plan.rule(estimator)
-    rates: AcceptanceRates | None = None
-    if config.rule == "threshold" and decisions.adapt:
-        rates = setup.learned_rates(target, generation_config)
-    return make_rule(config, estimator, rates=rates, min_tokens=decisions.min_tokens)
+    learns = config.rule == "threshold" and decisions.adapt
+    rates = setup.learned_rates(target, generation_config) if learns else None
+    return make_rule(config, estimator, plan, rates, decisions.min_tokens)
 
 
 def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -185,10 +185,9 @@ class LookingUp:
         """
         node, reached, place = 0, 1.0, 0
         for token in self.found.tokens:
-            same = [child for child in tree.children[node] if tree.tokens[child] == token]
-            if not same:
+            if (child := tree.child(node, token)) is None:
                 break
-            node, place = same[0], place + 1
+            node, place = child, place + 1
             reached = tree.values[node] * tree.estimates[node]
         for child in tree.children[node]:
             reached *= 1.0 - tree.estimates[child]

@@ -109,9 +109,6 @@ class TokenIndex:
     """Tokens in order, with the earlier places of each token and of each pair.
 
     Example: in 5 6 7 8 5 6 7 the last token matches place 2, by three tokens; the token after that place is 8.
-
-    Attributes:
-        tokens: all of them.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:

@@ -105,9 +105,12 @@ def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> A
     return copied
 
 
-def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
+def check_layers(layers: Any, num_layers: int) -> list[int]:
     """`layers` as indices; `ValueError` unless they exist, ascend, and are at least one but not all `num_layers`."""
-    kept = _indices(layers, num_layers)
+    try:
+        kept = list(range(min(layers, num_layers + 1))) if type(layers) is int else [index(each) for each in layers]
+    except TypeError:  # of a string or another type
+        kept = []
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
         raise ValueError(
             f"layers={layers!r} must be a number from 1 to {num_layers - 1}, or ascending layer indices from 0 to "
@@ -116,16 +119,6 @@ def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
     if len(kept) == num_layers:
         raise ValueError(f"layers={layers!r} keeps all {num_layers} layers: that draft is as slow as the target.")
     return kept
-
-
-def _indices(layers: Any, num_layers: int) -> list[int]:
-    """`layers` as a list of indices, which need not exist; empty for a string or another type."""
-    if isinstance(layers, int):
-        return [] if isinstance(layers, bool) else list(range(min(layers, num_layers + 1)))
-    try:
-        return [index(layer) for layer in layers]
-    except TypeError:
-        return []
 
 
 def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:

@@ -215,12 +215,8 @@ def check_same_tokenizer(target: CausalLM, name: str, size: int | None, is_chose
         )
     ours, theirs = tokenizer_of(target_name), tokenizer_of(name)
     by_id = {index: token for token, index in _regular(ours).items()}
-    different = [
-        (index, by_id[index], token)
-        for token, index in _regular(theirs).items()
-        if index in by_id and by_id[index] != token
-    ]
-    if different:
+    pairs = [(index, by_id.get(index, token), token) for token, index in _regular(theirs).items()]
+    if different := [each for each in pairs if each[1] != each[2]]:
         index, token, other = min(different)
         raise ValueError(
             f"The target {target_name!r} and the draft {name!r} have different tokenizers: {len(different)} ids "
@@ -253,10 +249,9 @@ def outside(size: int | None, target: CausalLM) -> str | None:
     Up to `PADDING` more ids than the target's may be padding. Even more are of another tokenizer, and the logits would
     be as wide as an untrusted config demands.
     """
-    most = target.config.get_text_config(decoder=True).vocab_size + PADDING
-    return (
-        f"was made for {size} token ids, and there are {most - PADDING}" if size is not None and size > most else None
-    )
+    known = target.config.get_text_config(decoder=True).vocab_size
+    is_likely = size is None or size <= known + PADDING
+    return None if is_likely else f"was made for {size} token ids, and there are {known}"
 
 
 def check_hash(target: CausalLM, expected: str | None, trained_for: str | None) -> None:

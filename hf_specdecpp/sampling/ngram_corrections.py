@@ -64,10 +64,6 @@ class NgramCorrections:
         self.odds = _odds(expected)
         self._buckets = torch.arange(len(expected), device=device)
 
-    @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + self.probs.nbytes + self.keys.nbytes
-
     @torch.no_grad()
     def record(self, contexts: Tensor, logits: Tensor) -> None:
         """Record the target's `logits` `[n, num_ids]`, before processors, after `contexts` `[n, ORDERS]` on the host

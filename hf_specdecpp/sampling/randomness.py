@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -248,9 +248,7 @@ class Inverted:
             return None
         begin = block * BLOCK
         probabilities = self.q[row, begin : begin + BLOCK]
-        place = _invert(probabilities, v)
-        if place is None:  # unreachable: a block with a positive sum has a token
-            return None
+        place: Any = _invert(probabilities, v)  # never `None`: a block with a positive sum has a token
         probability = float(probabilities[place])
         probabilities[place] = 0.0
         self.sums[row, block] = probabilities.sum(dtype=np.float64)

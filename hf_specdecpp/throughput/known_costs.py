@@ -65,16 +65,6 @@ class KnownCosts:
         self._by_length: dict[int, Costs] = {}  # corrected costs, by `length_class`
         self._formed: dict[int, Costs] = {}  # results of `form`, by length class
 
-    @classmethod
-    def given(cls, costs: dict[str, Any] | None) -> KnownCosts:
-        """Constant costs from `SpeculationConfig.costs`; `ValueError` if `costs` is `None` or invalid."""
-        if costs is None:
-            raise ValueError(
-                "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "
-                "Give SpeculationConfig(costs=...)."
-            )
-        return cls(Costs.from_dict(costs), follows=False)
-
     @property
     def are_new(self) -> bool:
         """Whether fewer than five sequences have corrected assumed costs."""

@@ -12,15 +12,8 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
-from hf_specdecpp.estimation.estimators import (
-    BIN_COUNT,
-    MODES,
-    PRIOR_COUNT,
-    UNCHANGED,
-    AcceptanceRates,
-    Estimator,
-    lag_of,
-)
+from hf_specdecpp.estimation import estimators
+from hf_specdecpp.estimation.estimators import MODES, AcceptanceRates, Estimator
 from hf_specdecpp.lookup.looking_up import Choice
 from hf_specdecpp.lookup.token_index import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -104,8 +97,8 @@ class Memory:
         greedy = not how.do_sample
 
         def new() -> Learned:
-            count = PRIOR_COUNT if trees else BIN_COUNT
-            return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED), count))
+            count = estimators.PRIOR_COUNT if trees else estimators.BIN_COUNT
+            return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], estimators.UNCHANGED), count))
 
         corrections = decisions.draft_successors, decisions.draft_temperature if how.do_sample else 1.0
         key = trees, type(estimator).__name__, estimator.inputs, *_sampling(how), *corrections
@@ -135,7 +128,7 @@ class Memory:
                 learned.plan = TreePlan(known, most, learned.rates)
             else:
                 kind = ChainPlan if rounds.rows == 1 else BatchPlan
-                learned.plan = kind(known, most, lag_of(rounds.estimator), learned.rates)
+                learned.plan = kind(known, most, estimators.lag_of(rounds.estimator), learned.rates)
         return learned.plan
 
     def _costs(self, config: SpeculationConfig, rounds: Rounds) -> KnownCosts:

@@ -9,7 +9,7 @@ from statistics import median, median_low
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from hf_specdecpp.caches.cached_context import text_in
+from hf_specdecpp.caches.cached_context import GrowingContext
 from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
@@ -75,7 +75,9 @@ class PassTimes:
     def make(self, rows: int, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         """Time a separate pass and roll the cache back. The pass may compile the forward method."""
         clock = working_clock() if inputs["input_ids"].device.type == "cpu" else time.perf_counter
-        text, begin = text_in(cache_among(inputs)), clock()
+        text = GrowingContext(cache_among(inputs))
+        text.begin_round()
+        begin = clock()
         forward(**inputs, return_dict=True).logits[0, -1, 0].item()  # reading a number waits for the pass
         self._beside[rows].append(max(clock() - begin, TINY))
         text.roll_back()

@@ -157,9 +157,8 @@ class Plan:
 
     def _price(self, unread: int) -> float:
         """Seconds that a probe of one candidate costs more than a plain pass."""
-        return (
-            self.costs.read * unread + self.costs.tree_seconds(1, 1, float(self.verify[min(1, self.most)])) - self.plain
-        )
+        probe = self.costs.tree_seconds(1, 1, float(self.verify[min(1, self.most)]))
+        return self.costs.read * unread + probe - self.plain
 
     def record_empty_round(self) -> None:
         """Called after a round without candidates: adds to the credit, without bound, so any probe gets affordable."""
@@ -193,11 +192,7 @@ class Plan:
 
 
 class ChainPlan(Plan):
-    """The plan of chains.
-
-    Args:
-        lag: by how many candidates estimates are late (`lag_of`).
-    """
+    """The plan of chains. `lag`: by how many candidates estimates are late (`lag_of`)."""
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         self.lag = lag

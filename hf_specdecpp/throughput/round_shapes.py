@@ -128,8 +128,7 @@ class FastestShapes:
         known = self.rates.expected_tokens(max(shape.levels for shape in self.shapes))
         gains = np.array([self.gains[shape].rate if shape in self.gains else 1.0 for shape in self.shapes])
         tokens = known[[shape.levels for shape in self.shapes]] * gains
-        promised: np.ndarray = tokens / self.seconds.of(self.shapes)
-        return promised
+        return tokens / self.seconds.of(self.shapes)
 
     def _probe(self, best: RoundShape) -> list[RoundShape]:
         """Rounds that probe another shape than the best."""

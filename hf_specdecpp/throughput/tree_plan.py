@@ -156,5 +156,4 @@ class TreePlan(Plan, SlotValuation):
 
     def tokens(self) -> Floats:
         further = np.arange(self.most + 1)
-        tokens: Floats = (self._next_acceptance[NO_VERDICT] ** further * (further <= LONGEST)).cumsum()
-        return tokens
+        return (self._next_acceptance[NO_VERDICT] ** further * (further <= LONGEST)).cumsum()

@@ -9,19 +9,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, tree_inputs, unknown_window
-from hf_specdecpp.models.causal_lm import (
-    CausalLM,
-    cache_argument,
-    input_device,
-    num_embeddings,
-    takes_positions,
-    trying,
-    why_no_positions,
-)
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.quantised import multiplies_in_half
@@ -39,16 +31,14 @@ HALF_TREE_TOLERANCE = 0.1
 _passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionary()
 
 
-def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
+def check_tree(target: CausalLM, role: str = "target") -> None:
     """Raise `ValueError` unless `target` (`role` in messages) reads a token tree in one pass as it reads the paths.
 
-    First `refuse_tree` checks the model and the layers of `cache` without a pass. Then the model reads a small tree,
-    once, and the logits are compared.
+    First `refuse_tree` checks the model without a pass. Then the model reads a small tree, once, and the logits are
+    compared. Targets with foreign code are tested during generation instead (`caches.trial`).
     """
-    refuse_tree(target, role, cache)
-    if has_read_tree(target):
-        return
-    if role == "target" and any(True for _ in foreign_code(target)):  # tested during generation (`caches.trial`)
+    refuse_tree(target, role)
+    if has_read_tree(target) or (role == "target" and any(True for _ in foreign_code(target))):
         return
     subject = f"The {role} {type(target).__name__}"
     try:
@@ -71,7 +61,7 @@ def check_trees(readers: Mapping[str, CausalLM]) -> None:
         check_tree(model, role)
 
 
-def refuse_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
+def refuse_tree(target: CausalLM, role: str = "target") -> None:
     """Raise `ValueError` if it is known without a pass that `target` (`role` in messages) cannot read token trees."""
     check_target(target, recurrent=True)
     subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
@@ -80,8 +70,7 @@ def refuse_tree(target: CausalLM, role: str = "target", cache: Cache | None = No
             f"{subject} runs attn_implementation={implementation!r}, which takes no mask of a tree's shape. Load it "
             f'with attn_implementation="sdpa", or call its set_attn_implementation("sdpa"). {CHAIN} otherwise.'
         )
-    layers = [*DynamicCache(config=config).layers, *(cache.layers if cache is not None else [])]
-    if (reason := _no_tree(target, config, layers)) is not None:
+    if (reason := _no_tree(target, config)) is not None:
         raise ValueError(f"{subject} {reason}, so it cannot read a token tree. {CHAIN}.")
 
 
@@ -94,14 +83,14 @@ def _way_to_read(target: CausalLM) -> tuple[str, torch.dtype]:
     return target.config.get_text_config(decoder=True)._attn_implementation, target.dtype
 
 
-def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
+def _no_tree(target: CausalLM, config: Any) -> str | None:
     """Why the model cannot read trees, as far as is known without running it; `None` if no reason is known."""
     if target.config.model_type == "paligemma":
         return "reads its prompt in both directions and counts positions from 1"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "measures distances along the rows of its cache (ALiBi)"
-    if not takes_positions(target):
-        return f"{why_no_positions(target)}, but siblings in a tree stand at one position"
+    if not causal_lm.takes_positions(target):
+        return f"{causal_lm.why_no_positions(target)}, but siblings in a tree stand at one position"
     if (reason := counts_rows(config)) is not None:
         return reason
     if getattr(config, "cross_attention_layers", None):
@@ -109,7 +98,7 @@ def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
     types = set(getattr(config, "layer_types", None) or ())
     if unknown := types - TREE_LAYER_TYPES:
         return f"has layers of type {', '.join(sorted(unknown))}"
-    if others := other_layers(layers):
+    if others := other_layers(DynamicCache(config=config).layers):
         return f"keeps {others} in its cache"
     return unknown_window(target, config)
 
@@ -122,9 +111,9 @@ TEST_PATHS = [[0, 1, 2], [0, 1, 3], [0, 4, 5]]
 def tree_error(model: CausalLM) -> float:
     """Largest error of the model's logits on a small tree, compared with its paths read one by one, relative to the
     variation of the logits between nodes. Three passes, of at most 18 tokens."""
-    device = input_device(model)
-    with trying(model) as read:
-        tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % num_embeddings(model)
+    device = causal_lm.input_device(model)
+    with causal_lm.trying(model) as read:
+        tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % causal_lm.num_embeddings(model)
         text, nodes = tokens[:3], tokens[3:]
         paths = torch.stack([torch.cat((text, nodes[path])) for path in TEST_PATHS])
         one_by_one = read(paths, use_cache=False).logits[:, len(text) :].to(widest(device))
@@ -132,7 +121,7 @@ def tree_error(model: CausalLM) -> float:
         for path, logits in zip(TEST_PATHS, one_by_one, strict=True):
             expected[path] = logits
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        arguments: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
+        arguments: dict[str, Any] = {causal_lm.cache_argument(model): cache, "use_cache": True}
         read(text[None], **arguments)
         cache.activate_past_recording()
         ancestors, depths = (each.to(device) for each in relations(TEST_PARENTS))

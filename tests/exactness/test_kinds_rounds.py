@@ -26,10 +26,11 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from hf_specdecpp.draft_kinds.known import DFLASH, DSPARK
-from hf_specdecpp.drafting.chain import StoppingRule, next_step, point_mass
+from hf_specdecpp.drafting.chain import StoppingRule, next_step
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
+from hf_specdecpp.texts.sampling import point_mass
 from hf_specdecpp.trees.head_siblings import Level
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import follow_tree, verify_sampled
@@ -54,7 +55,7 @@ class Tables(Models):
         rows = [self.at(("place", *text[len(ROOT) :], place))[1] for place in range(3)]  # type: ignore[arg-type]
         if self.kind == "block":
             return rows, 1
-        return [point_mass(int(row.argmax()), vocab_size, row.device).double() for row in rows], 0
+        return [point_mass(row.argmax(), row).double().log() for row in rows], 0
 
     def begun(self, prefix: Tokens) -> tuple[Any, Tensor]:
         """A session in the round after `prefix`, and its text."""

@@ -49,8 +49,7 @@ class Eagle3Input(StateReader):
     def normed(self, states: Tensor) -> Tensor:
         """Return the input of fc: the target's states `[..., width]`, normed as the settings specify."""
         if self.input_norm is not None:
-            normed: Tensor = self.input_norm(states)
-            return normed
+            return self.input_norm(states)
         if self.fc_norm is not None:
             parts = states.split(self.state_size, dim=-1)
             return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -88,8 +87,7 @@ class FirstLayer(nn.Module):
         attended, _ = self.self_attn(both.flatten(-2), **attention)
         state = both[..., 1, :] if self.norm_before_residual else inputs.chunk(2, dim=-1)[1]
         residual = state + attended
-        states: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return states
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class Eagle3Model(PreTrainedModel):

@@ -54,8 +54,7 @@ class MtpInput(StateReader):
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
         """Return the layer's inputs `[..., hidden_size]`; states and embeddings have this shape, too."""
         read = self.enorm(embeddings), self.hnorm(states)
-        inputs: Tensor = self.eh_proj(torch.cat(read[::-1] if self.states_first else read, dim=-1))
-        return inputs
+        return self.eh_proj(torch.cat(read[::-1] if self.states_first else read, dim=-1))
 
 
 def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
@@ -159,7 +158,7 @@ class MtpDraft(StateDraft):
     further candidates."""
 
     def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
-        self.layers, self.first = list(layers), layers[0]
+        self.layers, self.first, self.max_length = list(layers), layers[0], layers[0].max_length
         super().__init__(self.first.model, self.first.fusion, target)
         self.cannot = {
             "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
@@ -170,10 +169,6 @@ class MtpDraft(StateDraft):
     @property
     def parts(self) -> list[nn.Module]:
         return list(dict.fromkeys(part for layer in self.layers for part in layer.parts))
-
-    @property
-    def max_length(self) -> float:
-        return self.first.max_length
 
     def session(self, vocab_size: int) -> DraftingSession:
         return LayersSession(self.layers, vocab_size)
@@ -250,9 +245,7 @@ class LayersSession(DraftingSession):
     def length(self) -> int:
         return self._text.shape[1]
 
-    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        if states is None:
-            raise ValueError("Multi-token layers read the target's states, and none were handed over.")
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Any = None) -> None:
         before = self.length
         for place, layer in enumerate(self.layers):
             # Keep rows that read committed tokens, except rows in which the last layer read its own states.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,16 +29,6 @@ from hf_specdecpp.generation.output_text import OutputText, Round, Walk
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
 from hf_specdecpp.trees.tree import Chain
-
-
-@dataclass(frozen=True)
-class RowOutputs:
-    """One row of a pass's outputs; the layers of `cache` give the windows of attentions."""
-
-    logits: Tensor  # `[1, n, vocab]`, for the prompt at its last token only
-    hidden_states: Any
-    attentions: Any
-    cache: Any
 
 
 class BatchTarget(TargetSide):
@@ -128,7 +117,8 @@ class BatchTarget(TargetSide):
             logits = outputs.logits[place : place + 1, -width:][:, : len(each.tree) + 1]
             each.text.states = states[place]
             hidden, attentions = self._hidden_states(outputs, place), self._attentions(outputs, place, each)
-            each.outputs = RowOutputs(logits, hidden, attentions, cache)
+            # Of the prompt the logits at its last token only. The layers of `cache` give the windows of attentions.
+            each.outputs = SimpleNamespace(logits=logits, hidden_states=hidden, attentions=attentions, cache=cache)
 
     def commit(self, rounds: Sequence[Round]) -> None:
         for each in rounds:

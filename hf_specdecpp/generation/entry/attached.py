@@ -41,14 +41,11 @@ from hf_specdecpp.models.checks import check_target
 
 @dataclass
 class Attached:
-    """The assistants of a target.
-
-    Attributes:
-        default: drafts for calls that name no assistant. Kept alive by the target: an assistant references parts of its
-            target, never the target itself.
-    """
+    """The assistants of a target."""
 
     assistants: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    # Drafts for calls that name no assistant. Kept alive by the target: an assistant references parts of its target,
+    # never the target itself.
     default: Any = None
 
 
@@ -313,9 +310,6 @@ def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: d
 def _leave_out(assistant: Assistant, target: CausalLM, reason: str, streamer: Any, says: bool = True) -> None:
     """Record that a call falls back to plain `generate()`: `refusal` in its statistics and, if `says`, one warning."""
     assistant.calls.record_call(SpeculationStats(refusal=reason), streamer)
-    if not says:
-        return
-    logger.warning_once(
-        f"This generate() of {type(target).__name__} is a plain one, without its assistant, which cannot help here: "
-        f"{reason}"
-    )
+    if says:
+        what = f"This generate() of {type(target).__name__} is a plain one, without its assistant"
+        logger.warning_once(f"{what}, which cannot help here: {reason}")

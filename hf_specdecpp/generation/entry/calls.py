@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hf_specdecpp.caches.cached_context import num_rows
 from hf_specdecpp.caches.static import as_growing, copy_back, with_static
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation import refusals
 from hf_specdecpp.generation.batch.batch_drafts import BatchDrafts
 from hf_specdecpp.generation.batch.batch_target import BatchTarget, InStep
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -23,16 +24,7 @@ from hf_specdecpp.generation.captured.entering import on_graphs
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
 from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.generation.ranks import DraftOfRanks, Ranks, RankText, check_ranks
-from hf_specdecpp.generation.refusals import (
-    LateRefusalError,
-    PlainCallError,
-    check_batch,
-    check_for_one,
-    check_foreign,
-    check_inputs,
-    ends_predictably,
-    warn_of_ignored,
-)
+from hf_specdecpp.generation.refusals import LateRefusalError, PlainCallError
 from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
@@ -48,16 +40,8 @@ class Assistant(Protocol):
     speculation: SpeculationConfig
     calls: LatestCalls
 
-    def start_generation(
-        self,
-        target: CausalLM,
-        config: GenerationConfig,
-        logits_processor: Any,
-        attention_mask: Tensor | None,
-        rows: int = 1,
-        first: SpecDecPPCandidateGenerator | None = None,
-    ) -> SpecDecPPCandidateGenerator:
-        """Make the generator of one `generate()` call of `target`, or of one of the `rows` of a batch."""
+    def start_generation(self, *args: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
+        """Make the generator of a `generate()` call, or of a row of a batch (`AssistantModel.start_generation`)."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +71,17 @@ def decoding_of(
     """Prepare a call with an assistant. Returns a function of `input_ids` `[batch, length]` that runs it and gives the
     output of `generate()`. `ValueError` if the call is not supported, before any forward pass or random number."""
     target, count = call.target, input_ids.shape[0]
-    check_inputs(input_ids, call.model_kwargs)
-    warn_of_ignored(call.config)
+    refusals.check_inputs(input_ids, call.model_kwargs)
+    refusals.warn_of_ignored(call.config)
     given = cache_among(call.model_kwargs)
     call = _growing(call, input_ids)
     unused = _unused_layers(cache := cache_among(call.model_kwargs))
     if num_processes(target) > 1:
         check_ranks(target, assistant.speculation, Processing(call.processors), count)
     if count > 1:
-        check_for_one(call.streamer, assistant.speculation.draws_trees)
-        check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
-        check_foreign(target, cache, count)
+        refusals.check_for_one(call.streamer, assistant.speculation.draws_trees)
+        refusals.check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
+        refusals.check_foreign(target, cache, count)
         return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
     run = partial(_run, _text_decoding(call, assistant, input_ids.shape[1], decoding).run, cache, unused)
     return run if given is cache else partial(_run_static, run, given, cache)
@@ -119,9 +103,9 @@ def _growing(call: Call, input_ids: Tensor) -> Call:
 def _text_decoding(call: Call, assistant: Assistant, length: int, decoding: type[AssistedDecoding]) -> AssistedDecoding:
     """The decoding of a single sequence with a prompt of `length` tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
-    foreign = check_foreign(target, cache_among(model_kwargs), 1)
+    foreign = refusals.check_foreign(target, cache_among(model_kwargs), 1)
     processors = call.processors
-    if not all(ends_predictably(each, config) for each in call.criteria):  # a criterion that the draft cannot foresee
+    if not all(refusals.ends_predictably(each, config) for each in call.criteria):  # ends that no draft foresees
         processors = in_order(processors, call.criteria)
     try:
         generator = assistant.start_generation(target, config, processors, model_kwargs.get("attention_mask"))

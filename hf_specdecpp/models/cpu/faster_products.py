@@ -202,8 +202,7 @@ def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
             and _is_plain(layer, input)
             and copy.is_of(layer.weight)
         ):
-            output: Tensor = made.copy.multiply(input, layer.bias)
-            return output
+            return made.copy.multiply(input, layer.bias)
         return functional.linear(input, layer.weight, layer.bias)
 
     return forward

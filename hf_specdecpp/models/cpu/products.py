@@ -94,8 +94,7 @@ class OneDnnWeight:
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
 
 def _scale_of(weight: Tensor) -> float | None:
