@@ -25,19 +25,12 @@ MOST_CONFIG_BYTES, MOST_LEVELS = 2**18, 50
 
 @dataclass
 class Repository:
-    """A Hub repository or a local folder.
+    """A Hub repository or a local folder."""
 
-    Args:
-        name: Hub id or folder; `org/repo/folder` is a folder within the repository `org/repo`.
-        revision: branch, tag or commit.
-        subfolder: folder within the repository.
-        hub_kwargs: arguments for `huggingface_hub.hf_hub_download` (`token`, `cache_dir`, `local_files_only`, ...).
-    """
-
-    name: str
-    revision: str | None = None
-    subfolder: str | None = None
-    hub_kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str  # Hub id or folder; `org/repo/folder` is a folder within the repository `org/repo`
+    revision: str | None = None  # branch, tag or commit
+    subfolder: str | None = None  # folder within the repository
+    hub_kwargs: dict[str, Any] = field(default_factory=dict)  # for `hf_hub_download`: `token`, `cache_dir`, ...
 
     def __post_init__(self) -> None:
         parts = self.name.split("/")

@@ -119,17 +119,11 @@ def read_own(settings: Any, build: Callable[..., Module], title: str, arguments:
 
 @dataclass(frozen=True)
 class Names:
-    """Translation between tensor names in a checkpoint and in the module.
+    """Translation between tensor names in a checkpoint and in the module."""
 
-    Attributes:
-        patterns: pairs (regular expression, replacement), applied in order to a name of the checkpoint.
-        ignored: regular expression for names of tensors to skip, such as rotary frequencies.
-        original: maps a name in the module to its name in a checkpoint.
-    """
-
-    patterns: Sequence[tuple[str, str]] = ()
-    ignored: str = "(?!)"
-    original: Callable[[str], str] = str
+    patterns: Sequence[tuple[str, str]] = ()  # (regular expression, replacement), applied in order to a checkpoint's
+    ignored: str = "(?!)"  # regular expression for names of tensors to skip, such as rotary frequencies
+    original: Callable[[str], str] = str  # maps a name in the module to its name in a checkpoint
 
     def here(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
         """Return a checkpoint's tensors by their names in the module; `ValueError` if two get the same name."""

@@ -30,70 +30,45 @@ NESTED = ("transformer_layer_config", "text_config")  # parts of a config that m
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an assistant's draft that its config does not contain.
+    """The parts of an assistant's draft that its config does not contain."""
 
-    Attributes:
-        adapter: folder of the draft's PEFT adapter.
-        draft_vocab: `[n]` token ids that the draft may propose; `None` for all.
-        module: the trained module or the published draft, as `DraftKind.load` returns it.
-        merge: merge the adapter of an early exit into copies of the target's weights.
-    """
-
-    adapter: Path | None = None
-    draft_vocab: Tensor | None = None
-    module: Any = None
-    merge: bool = True
+    adapter: Path | None = None  # folder of the draft's PEFT adapter
+    draft_vocab: Tensor | None = None  # `[n]` token ids that the draft may propose; `None` for all
+    module: Any = None  # the trained module or the published draft, as `DraftKind.load` returns it
+    merge: bool = True  # merge the adapter of an early exit into copies of the target's weights
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The source of a draft, and the dtype and device to load it with.
+    """The source of a draft, and the dtype and device to load it with."""
 
-    Attributes:
-        draft: a model, folder or Hub id that replaces the draft named in the config.
-        target: the model whose layers the draft uses, or whose dtype and device are the defaults.
-        hub_kwargs: arguments for downloads.
-    """
-
-    draft: CausalLM | str | Path | None = None
-    target: CausalLM | None = None
+    draft: CausalLM | str | Path | None = None  # a model, folder or Hub id that replaces the draft named in the config
+    target: CausalLM | None = None  # whose layers the draft uses, or whose dtype and device are the defaults
     dtype: torch.dtype | str | None = None
     device: torch.device | str | None = None
-    hub_kwargs: dict[str, Any] = field(default_factory=dict)
+    hub_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for downloads
 
 
 class DraftKind(ABC):
-    """A kind of draft: makes, loads, describes and exports drafts. `known.KINDS` contains one stateless instance each.
+    """A kind of draft: makes, loads, describes and exports drafts. `known.KINDS` has one stateless instance of each."""
 
-    Attributes:
-        name: value of `config.draft_kind`.
-        rests_on: the model whose weights the draft uses: `"draft"`, a separate model; `"target"`, the draft is made
-            when the assistant is attached; or `"nothing"`.
-        is_named: whether an assistant can be saved only with a `config.draft_id`, from which to load the draft again.
-        own_file: file with the module's weights in an assistant's repository; empty if the kind has no trained module.
-        own_field: field of `SpecDecPPConfig` with the arguments of that module (its `to_config`).
-        unserved: full sentences: why the draft cannot be exported to other engines, and an alternative; empty if it can
-            be. `{draft}`, `{target}` and `{output}` are filled with its description, target and folder.
-        untrainable: why the kind cannot be trained, and an alternative; empty if it can be.
-        first_layers: default for training: the number of the target's first layers that draft; `None` for its last
-            layer.
-        own_layers: whether the draft consists of new layers that are all trained, without an adapter.
-        serves_heads: whether `export` writes an assistant's head with `inputs="path"` beside a published draft.
-        cannot: options that a training run does not support, with reasons: `"be trained"` (published weights stay as
-            they are), `"stay untrained"`, `"late verdicts"` (a head that estimates the acceptance of a candidate after
-            the draft has read it), `"draft vocabulary"`.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # value of `config.draft_kind`
+    # The model whose weights the draft uses: a separate "draft", or the "target", of which the draft is made when the
+    # assistant is attached.
     rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
-    is_named: ClassVar[bool] = False
-    own_file: ClassVar[str] = ""
-    own_field: ClassVar[str] = ""
+    is_named: ClassVar[bool] = False  # whether saving needs a `config.draft_id`, from which to load the draft again
+    own_file: ClassVar[str] = ""  # with the trained module's weights in an assistant's repository, if there is a module
+    own_field: ClassVar[str] = ""  # of `SpecDecPPConfig`, with the arguments of that module (its `to_config`)
+    # Full sentences: why the draft cannot be exported to other engines, and an alternative; empty if it can be.
+    # `{draft}`, `{target}` and `{output}` are filled with its description, target and folder.
     unserved: ClassVar[str] = ""
-    untrainable: ClassVar[str] = ""
+    untrainable: ClassVar[str] = ""  # why the kind cannot be trained, and an alternative; empty if it can be
+    # Default for training: the number of the target's first layers that draft; `None` for its last layer.
     first_layers: ClassVar[int | None] = None
-    own_layers: ClassVar[bool] = False
-    serves_heads: ClassVar[bool] = False
+    own_layers: ClassVar[bool] = False  # whether the draft is made of new layers that are all trained, no adapter
+    serves_heads: ClassVar[bool] = False  # whether `export` writes a head with `inputs="path"` beside a published draft
+    # Options that a training run does not support, with reasons: "be trained" (published weights stay as they are),
+    # "stay untrained", "late verdicts" (a head judges a candidate after the draft has read it), "draft vocabulary".
     cannot: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
@@ -154,27 +129,16 @@ class DraftKind(ABC):
 
 
 class PublishedKind(DraftKind):
-    """A kind whose drafts others publish, too: `config.draft_id` is the Hub id or folder of a published draft.
+    """A kind whose drafts others publish, too: `config.draft_id` is the Hub id or folder of a published draft."""
 
-    Attributes:
-        belongs: full sentences for errors: the target that such a draft needs.
-        drafter: class of the `Draft`, called with the loaded draft and its target.
-        model_class: class of the loaded draft, if users may pass such a model object.
-        no_model: end of an error message: why other model objects cannot be such drafts; empty if they can.
-        served_by: engines that serve a published repository directly, and how; empty if it has to be exported.
-        is_whole: whether the repository contains only the draft; otherwise only the draft's tensors are read.
-        most_config_bytes: largest accepted size of its `config.json`.
-        cure: end of the error message for repositories without safetensors.
-    """
-
-    belongs: ClassVar[str] = ""
-    drafter: ClassVar[type[Any]]
-    model_class: ClassVar[type | None] = None
-    no_model: ClassVar[str] = ""
-    served_by: ClassVar[str] = ""
-    is_whole: ClassVar[bool] = True
-    most_config_bytes: ClassVar[int] = files.MOST_CONFIG_BYTES
-    cure: ClassVar[str] = (
+    belongs: ClassVar[str] = ""  # full sentences for errors: the target that such a draft needs
+    drafter: ClassVar[type[Any]]  # class of the `Draft`, called with the loaded draft and its target
+    model_class: ClassVar[type | None] = None  # of the loaded draft, if users may pass such a model object
+    no_model: ClassVar[str] = ""  # end of an error: why other model objects cannot be such drafts; empty if they can
+    served_by: ClassVar[str] = ""  # engines that serve a published repository, and how; empty if it has to be exported
+    is_whole: ClassVar[bool] = True  # whether the repository has only the draft; else only the draft's tensors are read
+    most_config_bytes: ClassVar[int] = files.MOST_CONFIG_BYTES  # largest accepted size of its `config.json`
+    cure: ClassVar[str] = (  # end of the error for repositories without safetensors
         "Convert it once, tensors only: specdecpp inspect {name} --convert FOLDER. Then load FOLDER, or ask its author "
         "for safetensors."
     )

@@ -45,17 +45,11 @@ HEADS_OF_LAYER = {"head_dim", "num_key_value_heads"}
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Keys and values that the draft attends to in a round: of all verified tokens but the last, which is unread.
+    """Keys and values that the draft attends to in a round: of all verified tokens but the last, which is unread."""
 
-    Attributes:
-        rows: by kind of layer: keys and values, `[1, kv_heads, n, head_dim]` each.
-        masks: by kind of layer: bool `[1, 1, 1, n]`, True where attended to, or `None` for all.
-        position: `[1, 1]`, position of the last token, used for all candidates of the round.
-    """
-
-    rows: dict[str, tuple[Tensor, Tensor]]
-    masks: dict[str, Tensor | None]
-    position: Tensor
+    rows: dict[str, tuple[Tensor, Tensor]]  # by kind of layer: keys and values, `[1, kv_heads, n, head_dim]` each
+    masks: dict[str, Tensor | None]  # by kind of layer: bool `[1, 1, 1, n]`, where attended to; `None`: everywhere
+    position: Tensor  # `[1, 1]`, of the last token, used for all candidates of the round
 
 
 def sources(config: Any) -> dict[str, int]:

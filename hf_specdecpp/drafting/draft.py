@@ -119,29 +119,22 @@ class Draft:
     of three candidates then costs one pass (`Costs.draft`) and two further positions (`Costs.branch`).
 
     Attributes:
-        model: the model that drafts, or `None`.
         parts: the modules that a draft step runs.
         reads: reader of the target's states (`StateReader`), or `None`.
-        block: number of candidates that one draft pass proposes.
-        places: the most candidates in a path; 0 if nothing is ever drawn.
-        blocks_after: final states `[batch, a, places, hidden_size]` of the blocks after `a` tokens of each sequence,
-            given token ids `[batch, n]`, the target's states `[batch, n, width]` and the indices `[batch, a]` of these
-            tokens; `None` if a pass proposes one candidate.
-        max_length: number of tokens in the longest sequence that the draft can read.
-        cannot: unsupported uses, `"trees"` or `"batches"`, with the reason.
-        agreement: share of candidates equal to the target's choice, by position (`draft_kinds.acceptance.agreement`).
-        shares_cache: whether its sessions read the target's own cache (`DraftingSession.bind_cache`).
-        captured: identity of the draft at its capture, and the copy that drafts in captured rounds, if any.
     """
 
-    model: CausalLM | None
-    block: int = 1
-    places: float = float("inf")
+    model: CausalLM | None  # that drafts, if any
+    block: int = 1  # number of candidates that one draft pass proposes
+    places: float = float("inf")  # the most candidates in a path; 0 if nothing is ever drawn
+    # Final states `[batch, a, places, hidden_size]` of the blocks after `a` tokens of each sequence, given token ids
+    # `[batch, n]`, the target's states `[batch, n, width]` and the indices `[batch, a]` of these tokens; `None` if a
+    # pass proposes one candidate.
     blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    cannot: Mapping[str, str] = {}
-    agreement: Sequence[float] = ()
-    shares_cache = False
-    max_length = float("inf")
+    cannot: Mapping[str, str] = {}  # unsupported uses, "trees" or "batches", with the reason
+    agreement: Sequence[float] = ()  # share of candidates equal to the target's choice, by position
+    shares_cache = False  # whether its sessions read the target's own cache (`DraftingSession.bind_cache`)
+    max_length = float("inf")  # number of tokens in the longest sequence that the draft can read
+    # Identity of the draft at its capture, and the copy that drafts in captured rounds, if any.
     captured: tuple[list[Any], Any] | None = None
 
     @property

@@ -67,24 +67,14 @@ MODES = ("sampled", "greedy")  # index: whether the target is greedy
 
 @dataclass
 class DraftStep:
-    """One forward pass of the draft and the candidate drawn from it.
+    """One forward pass of the draft and the candidate drawn from it."""
 
-    Attributes:
-        index: 0 for the first candidate of a round.
-        scores: `[..., vocab]` float32, the draft's logits after all processors; q is their softmax.
-        hidden: `[..., hidden_size]`, the draft's last hidden state (after the final norm), from which `scores` were
-            computed.
-        embed: maps token ids `[...]` to the draft's input embeddings `[..., embedding_size]`.
-        greedy: whether the target decodes greedily: a candidate is accepted if it is the target's likeliest token.
-        token: `[...]` int64, the candidate; set when drawn.
-    """
-
-    index: int
-    scores: Tensor
-    hidden: Tensor
-    embed: Callable[[Tensor], Tensor]
-    greedy: bool = False
-    token: Tensor = None  # type: ignore[assignment]
+    index: int  # 0 for the first candidate of a round
+    scores: Tensor  # `[..., vocab]` float32, the draft's logits after all processors; q is their softmax
+    hidden: Tensor  # `[..., hidden_size]`, the draft's last state (after the final norm), which gave `scores`
+    embed: Callable[[Tensor], Tensor]  # maps token ids `[...]` to the draft's input embeddings `[..., embedding_size]`
+    greedy: bool = False  # whether the target decodes greedily: accepts a candidate if it is its likeliest token
+    token: Tensor = None  # type: ignore[assignment]  # `[...]` int64, the candidate; set when drawn
 
     @cached_property
     def q(self) -> Tensor:

@@ -359,22 +359,15 @@ class Emitted(NamedTuple):
 
 @dataclass
 class Round:
-    """A round of one sequence, from proposal to commit.
-
-    Attributes:
-        tree: the candidates; a chain is a tree with one branch, and an empty tree is a round without candidates.
-        is_prompt: whether this is the prompt's pass, which statistics and stopping rules do not count as a round.
-        is_verified: whether the GPU has verified the round, within the pass.
-        outputs: of the target's pass: `logits` `[1, rows, vocab]` and requested outputs; of captured rounds the report.
-        width: number of tokens that the pass read, including padding to the width of a graph.
-    """
+    """A round of one sequence, from proposal to commit."""
 
     text: OutputText
-    tree: DraftTree
-    is_prompt: bool = False
-    is_verified: bool = False
+    tree: DraftTree  # the candidates; a chain is a tree with one branch, no candidates an empty tree
+    is_prompt: bool = False  # whether this is the prompt's pass, which statistics and rules do not count as a round
+    is_verified: bool = False  # whether the GPU has verified the round, within the pass
+    # Of the target's pass: `logits` `[1, rows, vocab]` and requested outputs; of captured rounds the report.
     outputs: Any = None
-    width: int = 0
+    width: int = 0  # tokens that the pass read, including padding to the width of a graph
     result: RoundResult = field(init=False)
     emitted: Emitted = field(init=False)
 

@@ -44,29 +44,19 @@ HISTORY = 50_000  # tokens of earlier answers that `lookup="history"` searches
 
 @dataclass(frozen=True)
 class DraftSetup:
-    """Frozen references to the parts of an assistant, made by `SpecDecPPAssistant.setup()` for one generation.
-
-    Attributes:
-        head: acceptance head; `None`: q of the draft estimates acceptance.
-        memory: learned acceptance, costs and lookups by target, updated by generations.
-        copies, int8: exact copies of weights, and int8 copies of the draft's weights; updated by generations.
-        rates: `SpecDecPPConfig.acceptance_by_rank`, for the best static tree.
-        rows: number of sequences in the batch.
-        is_independent: whether the draft is a separate model.
-        trainable: untrained parts that could be trained: "training" (the draft), "head".
-    """
+    """Frozen references to the parts of an assistant, made by `SpecDecPPAssistant.setup()` for one generation."""
 
     drafter: Draft
-    head: AcceptanceHead | None = None
+    head: AcceptanceHead | None = None  # `None`: q of the draft estimates acceptance
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     decisions: Decisions = field(default_factory=Decisions)
-    memory: Memory = field(default_factory=Memory)
-    copies: WeightCopies = field(default_factory=lambda: WeightCopies(measured_copy))
-    int8: WeightCopies = field(default_factory=lambda: WeightCopies(int8_copy))
-    rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    rows: int = 1
-    is_independent: bool = False
-    trainable: frozenset[str] = frozenset()
+    memory: Memory = field(default_factory=Memory)  # updated by generations, as are the copies of weights
+    copies: WeightCopies = field(default_factory=lambda: WeightCopies(measured_copy))  # exact
+    int8: WeightCopies = field(default_factory=lambda: WeightCopies(int8_copy))  # of the draft's weights
+    rates: Mapping[str, Sequence[float]] = field(default_factory=dict)  # `SpecDecPPConfig.acceptance_by_rank`
+    rows: int = 1  # number of sequences in the batch
+    is_independent: bool = False  # whether the draft is a separate model
+    trainable: frozenset[str] = frozenset()  # untrained parts that could be trained: "training" (the draft), "head"
 
     def check(self) -> None:
         """Raise `ValueError` if settings are invalid, or the draft does not support batches or the configured trees."""

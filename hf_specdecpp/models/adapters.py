@@ -54,17 +54,11 @@ class Lora:
 
 @dataclass
 class Adapter:
-    """The contents of an adapter's folder.
+    """The contents of an adapter's folder."""
 
-    Attributes:
-        config: `adapter_config.json`.
-        loras: by module name, such as `"model.layers.0.self_attn.q_proj"`.
-        others: all other tensors of the file, by their full names.
-    """
-
-    config: dict[str, Any]
-    loras: dict[str, Lora]
-    others: dict[str, Tensor]
+    config: dict[str, Any]  # `adapter_config.json`
+    loras: dict[str, Lora]  # by module name, such as "model.layers.0.self_attn.q_proj"
+    others: dict[str, Tensor]  # all other tensors of the file, by their full names
 
 
 class LoraLinear(nn.Module):

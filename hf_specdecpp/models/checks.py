@@ -107,14 +107,10 @@ class FrequencyChange:
     Example: with `length` 4096 a sequence of 4094 tokens, the last of them unread, may have 2 candidates. Sequences of
     4096 and 4097 tokens may have none: their passes are the last before the change and the first after it, in which
     Phi-3 reads the whole sequence again. Longer sequences may have any number, unless `every_token`.
-
-    Attributes:
-        length: tokens of the longest sequence before the change.
-        every_token: whether the frequencies change again at every further token.
     """
 
-    length: int
-    every_token: bool
+    length: int  # tokens of the longest sequence before the change
+    every_token: bool  # whether the frequencies change again at every further token
 
     def max_candidates(self, length: int) -> int | None:
         """Maximum number of candidates for a sequence of `length` tokens, the last unread; `None`: no limit."""

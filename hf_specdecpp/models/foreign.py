@@ -65,17 +65,11 @@ class ForeignCode:
 
 @dataclass
 class ForeignPasses:
-    """Verified properties of a target's forward passes with foreign code.
+    """Verified properties of a target's forward passes with foreign code."""
 
-    Attributes:
-        name: name of the code for messages; of the first piece if there are several.
-        width: maximum number of tokens in a pass, as verified so far.
-        reason: why the target cannot be assisted; `None` as long as no check has failed.
-    """
-
-    name: str
-    width: int = 1
-    reason: str | None = None
+    name: str  # of the code for messages; of the first piece if there are several
+    width: int = 1  # maximum number of tokens in a pass, as verified so far
+    reason: str | None = None  # why the target cannot be assisted; `None` as long as no check has failed
 
 
 # Limits of `remembered`: depth of references, entries of a list, elements of a tensor.

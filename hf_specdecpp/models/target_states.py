@@ -25,17 +25,12 @@ FINAL = -1  # instead of a layer's index
 
 
 class StateReader(nn.Module):
-    """Base class of modules that make a draft's inputs from target states and embeddings.
+    """Base class of modules that make a draft's inputs from target states and embeddings."""
 
-    Attributes:
-        hidden_size: size of the draft's states.
-        embedding_size: size of the embeddings.
-        reads: indices of the target's layers whose outputs are read, in the order of concatenation; `FINAL` is the
-            target's final state, after its final norm.
-    """
-
-    hidden_size: int
+    hidden_size: int  # of the draft's states
     embedding_size: int
+    # Indices of the target's layers whose outputs are read, in the order of concatenation; `FINAL` is the target's
+    # final state, after its final norm.
     reads: list[int]
 
     @property

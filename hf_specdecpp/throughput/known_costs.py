@@ -102,28 +102,18 @@ class KnownCosts:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A kind of rounds that have costs in common.
-
-    Attributes:
-        most: the most candidates of a round.
-        trees: whether rounds have trees; otherwise chains.
-        rows: number of rows of the batch.
-        passes: `"growing"`, or `"captured"` for target passes of padded width.
-        mixes: whether the draft's logits are mixed with the target's latest choices (`Decisions.draft_successors`).
-        products: allowed kinds of matrix multiplication (`DraftSetup.described_products`).
-        times: measured seconds of the matrix multiplications of the target's large layers, if any.
-    """
+    """A kind of rounds that have costs in common."""
 
     target: CausalLM
     drafter: Draft
     estimator: Estimator
-    most: int
-    trees: bool = False
-    rows: int = 1
-    passes: str = "growing"
-    mixes: bool = False
-    products: str = "own"
-    times: ProductTimes | None = None
+    most: int  # candidates of a round
+    trees: bool = False  # otherwise chains
+    rows: int = 1  # of the batch
+    passes: str = "growing"  # or "captured" for target passes of padded width
+    mixes: bool = False  # whether the draft's logits are mixed with the target's latest choices
+    products: str = "own"  # allowed kinds of matrix multiplication (`DraftSetup.described_products`)
+    times: ProductTimes | None = None  # measured seconds of the target's large layers, if any
 
     def formed(self) -> Callable[[Costs], Costs]:
         """A function from costs of passes to costs for a rule: for batches one row's share of passes over all rows."""
@@ -216,17 +206,11 @@ def length_class(length: int) -> int:
 
 @dataclass(frozen=True)
 class DraftWork:
-    """The work of the draft in a round.
+    """The work of the draft in a round."""
 
-    Attributes:
-        steps: number of draft passes.
-        read: tokens that the draft read first, after rounds without it, not counting the last token.
-        branches: nodes that draft passes read, without the first of each pass.
-    """
-
-    steps: int = 0
-    read: int = 0
-    branches: int = 0
+    steps: int = 0  # draft passes
+    read: int = 0  # tokens that the draft read first, after rounds without it, not counting the last token
+    branches: int = 0  # nodes that draft passes read, without the first of each pass
 
     def seconds(self, costs: Costs) -> float:
         """Expected seconds."""
@@ -241,16 +225,10 @@ class DraftWork:
 class RoundTimes:
     """Times of the rounds of one sequence, each in two parts: drafting, and the rest, which is the cost of a pass of
     the round's width. So the cost of a pass includes verification.
-
-    Args:
-        clock: returns seconds (`clocks.computing_clock`).
-
-    Attributes:
-        passes: by length class and width, seconds of rounds without drafting.
-        drafts: by length class, the draft's work and its seconds.
     """
 
-    clock: Callable[[], float]
+    clock: Callable[[], float]  # returns seconds (`clocks.computing_clock`)
+    # By length class and width, seconds of rounds without drafting; by length class, the draft's work and its seconds.
     passes: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     drafts: dict[int, list[tuple[DraftWork, float]]] = field(default_factory=dict)
 

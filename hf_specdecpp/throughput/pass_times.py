@@ -23,18 +23,12 @@ LEAST = 0.25  # least share of a pass's time for a pass over fewer tokens
 
 
 class Pass(NamedTuple):
-    """A timed forward pass.
+    """A timed forward pass."""
 
-    Attributes:
-        rows: tokens in the pass.
-        saved: CPU seconds that the copies of weights of that time save in a pass over one token.
-        work, clock: CPU seconds and wall seconds of the pass.
-    """
-
-    rows: int
-    saved: float
-    work: float
-    clock: float
+    rows: int  # tokens in the pass
+    saved: float  # CPU seconds that the copies of weights of that time save in a pass over one token
+    work: float  # CPU seconds of the pass
+    clock: float  # wall seconds of the pass
 
 
 class PassTimes:

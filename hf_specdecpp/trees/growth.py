@@ -280,25 +280,15 @@ class SoftmaxBuffer:
 
 @dataclass
 class Slots:
-    """How the slots of one sequence's trees are valued and filled.
+    """How the slots of one sequence's trees are valued and filled."""
 
-    Args:
-        estimator: estimates the acceptance of drawn tokens.
-        randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
-        eos_token_ids: these tokens get no children.
-        valuation: turns estimates into priorities.
-        buffer: memory for q, shared by consecutive trees.
-        ahead: number of siblings of a node that a head judges in advance.
-        branches: whether nodes may have siblings.
-    """
-
-    estimator: Estimator
-    randomness: TreeRandomness | None = None
-    eos_token_ids: Collection[int] = ()
-    valuation: SlotValuation = field(default_factory=SlotValuation)
-    buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)
-    ahead: int = AHEAD
-    branches: bool = True
+    estimator: Estimator  # estimates the acceptance of drawn tokens
+    randomness: TreeRandomness | None = None  # draws siblings; `None` takes the likeliest tokens (greedy targets)
+    eos_token_ids: Collection[int] = ()  # these tokens get no children
+    valuation: SlotValuation = field(default_factory=SlotValuation)  # turns estimates into priorities
+    buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)  # memory for q, shared by consecutive trees
+    ahead: int = AHEAD  # number of siblings of a node that a head judges in advance
+    branches: bool = True  # whether nodes may have siblings
 
 
 # The siblings of a level. --------------------------------------------------------------------------------------------
@@ -306,16 +296,11 @@ class Slots:
 
 @dataclass
 class JudgedSiblings:
-    """The siblings of each node of a level, drawn one by one, with a(y) = q(y) / (1 - q of earlier siblings).
-
-    Attributes:
-        mass: sum of q of the siblings drawn so far, by node.
-        first: by node, a(y) of the first sibling if it was known before the draw; set to `None` once used.
-    """
+    """The siblings of each node of a level, drawn one by one, with a(y) = q(y) / (1 - q of earlier siblings)."""
 
     siblings: Siblings
-    mass: list[float]
-    first: list[float | None]
+    mass: list[float]  # sum of q of the siblings drawn so far, by node
+    first: list[float | None]  # by node, a(y) of the first sibling if known before the draw; `None` once used
 
     def draw_next(self, row: int) -> tuple[int, float] | None:
         """The next sibling and its estimate, `None` if no token is left."""

@@ -28,36 +28,23 @@ class Eagle3Settings:
 
     Example: with a target of 32 layers `reads=[1, 15, 28]` reads the outputs of its layers 1, 15 and 28, counted from
     0. Checkpoints that identify a state by the layer whose input it is list the ids 2, 16 and 29.
-
-    Args:
-        layer: `model_type` ("llama" or "qwen3") of the draft's layers, and arguments of its transformers config.
-        state_size: hidden size of the target.
-        reads: target layers whose outputs are read, in the order of concatenation; `None` if that depends on the
-            target; `[]` for the target's final state (after its final norm).
-        layer_ids: layer ids in the checkpoint; `None` for the usual layers.
-        num_reads: number of layers whose outputs are read.
-        draft_vocab_size: number of tokens that the draft may propose; `None` for all.
-        norm_before_residual: the residual starts with the normed state, not with the state itself.
-        norm_before_fc: one norm over the concatenated states before fc (gpt-oss).
-        fc_norm: one norm for each of the states (EAGLE-3.1).
-        norm_output: the next step reads the normed output state (EAGLE-3.1).
-        fc_bias: whether fc has a bias.
-        own_embeddings, own_head: whether the draft has its own embeddings or LM head, or uses the target's.
     """
 
-    layer: dict[str, Any]
-    state_size: int
+    layer: dict[str, Any]  # `model_type` ("llama" or "qwen3") of the draft's layers, and arguments of its config
+    state_size: int  # hidden size of the target
+    # Target layers whose outputs are read, in the order of concatenation; `None` if that depends on the target; `[]`
+    # for the target's final state (after its final norm).
     reads: list[int] | None = None
-    layer_ids: list[int] | None = None
-    num_reads: int = 3
-    draft_vocab_size: int | None = None
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
+    layer_ids: list[int] | None = None  # in the checkpoint; `None` for the usual layers
+    num_reads: int = 3  # number of layers whose outputs are read
+    draft_vocab_size: int | None = None  # number of tokens that the draft may propose; `None` for all
+    norm_before_residual: bool = False  # the residual starts with the normed state, not with the state itself
+    norm_before_fc: bool = False  # one norm over the concatenated states before fc (gpt-oss)
+    fc_norm: bool = False  # one norm for each of the states (EAGLE-3.1)
+    norm_output: bool = False  # the next step reads the normed output state (EAGLE-3.1)
     fc_bias: bool = False
-    own_embeddings: bool = False
-    own_head: bool = True
+    own_embeddings: bool = False  # otherwise the draft uses the target's
+    own_head: bool = True  # otherwise the draft uses the target's LM head
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -46,15 +46,10 @@ MOST_LOSS = 1.3  # for more rows: below, the copy is used too, so that rows have
 
 @dataclass(frozen=True, eq=False)
 class Float16Weight:
-    """A weight `[out, in]` times a power of two, in float16 and packed for FBGEMM.
+    """A weight `[out, in]` times a power of two, in float16 and packed for FBGEMM."""
 
-    Attributes:
-        parts: FBGEMM's packed matrices, each of consecutive outputs.
-        unit: factor of the activations, 1 / the power of two.
-    """
-
-    parts: tuple[Any, ...]
-    unit: float
+    parts: tuple[Any, ...]  # FBGEMM's packed matrices, each of consecutive outputs
+    unit: float  # factor of the activations, 1 / the power of two
     name = "float16"
     bytes_of_element = 2
 
@@ -205,17 +200,12 @@ def has_int8() -> bool:
 
 @dataclass(frozen=True)
 class ProductTimes:
-    """Seconds of processor time per element of a weight, for inputs of 1, 4 and 16 rows.
+    """Seconds of processor time per element of a weight, for inputs of 1, 4 and 16 rows."""
 
-    Attributes:
-        own, copied: times of PyTorch's own kernel, and of the kernel with a copy of the weight.
-        least, most: the copy is used for inputs of `least` to `most` rows; never if `most` is 0.
-    """
-
-    own: tuple[float, ...]
-    copied: tuple[float, ...]
-    least: int
-    most: int
+    own: tuple[float, ...]  # with PyTorch's own kernel
+    copied: tuple[float, ...]  # with a copy of the weight
+    least: int  # the copy is used for inputs of `least` to `most` rows
+    most: int  # never if 0
 
     @classmethod
     def of(cls, own: tuple[float, ...], copied: tuple[float, ...], is_half: bool = False) -> ProductTimes:

@@ -41,19 +41,12 @@ CONTAINERS = (
 
 @dataclass(eq=False)
 class WeightCopy:
-    """The copy of one weight.
+    """The copy of one weight."""
 
-    Attributes:
-        made: the copy; `None` if not made yet, dropped, or not possible.
-        state: `fingerprint` of the copied weight.
-        version, address: PyTorch's write count and the data address of the copied weight. The version is `NEVER` if
-            the copy has not been requested, or was dropped.
-    """
-
-    made: Any = None
-    state: Tensor | None = None
-    version: int = NEVER
-    address: int = 0
+    made: Any = None  # the copy; `None` if not made yet, dropped, or not possible
+    state: Tensor | None = None  # `fingerprint` of the copied weight
+    version: int = NEVER  # PyTorch's write count of the copied weight; `NEVER` if not requested, or dropped
+    address: int = 0  # of the data of the copied weight
 
     def make(self, weight: Tensor, make: Callable[[Tensor], Any]) -> None:
         """Make the copy of a weight. Without effect if the weight changes meanwhile."""
