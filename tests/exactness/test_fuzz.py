@@ -54,12 +54,10 @@ def cases(part: int, count: int, of: tuple[str, ...] = FAMILIES) -> list[Case]:
 
 
 def run(drawn: list[Case]) -> list[tuple[Case, Result]]:
-    """Run them; fails at the first that is wrong."""
-    results = []
-    for case in drawn:
-        result = run_case(case)
-        assert result.kind != "wrong", f"run_case({case})\n{result.detail}"
-        results.append((case, result))
+    """Run all; fails if some are wrong, and names each."""
+    results = [(case, run_case(case)) for case in drawn]
+    wrong = [f"run_case({case})\n{result.detail}" for case, result in results if result.kind == "wrong"]
+    assert not wrong, "\n\n".join(wrong)
     return results
 
 
