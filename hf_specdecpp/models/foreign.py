@@ -29,6 +29,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.integrations import sdpa_attention
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM, modules_of
@@ -41,7 +43,9 @@ KNOWN = {
     "aqlm", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
-
+# The hooks of PEFT that do. That of activated LoRA adapts the last tokens of each pass only, that of ShadowPEFT
+# replaces the cache.
+PEFT_HOOKS = {"_adapter_names_pre_forward_hook", "make_inputs_require_grad"}
 # Further packages whose functions transformers' modules import.
 IMPORTED = KNOWN | sys.stdlib_module_names | {
     "causal_conv1d", "einops", "fla", "flash_attn", "flash_attn_interface", "huggingface_hub", "mamba_ssm", "natten",
@@ -82,6 +86,9 @@ _unchanged: dict[Any, tuple[int, list[str], list[Any]]] = {}
 BETWEEN_PASSES = ("rand", "multinomial", "bernoulli", "normal", "exponential", "uniform", "pin_memory")
 # The functions of `torch` that compute with tensors.
 OPERATIONS = {name for name in dir(torch._C._VariableFunctions) if name[0] != "_"}.union(torch.functional.__all__)
+# Methods of a model that make the arguments of its passes. The second is called after each token of plain generation,
+# but here only after the prompt, so that others than those of `KNOWN` packages rule out candidates.
+PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # For each target: the keys of its foreign code, and the properties of passes with it.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
 
@@ -95,8 +102,16 @@ def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
     keys = [each.key for each in found]
     known = _known.get(model)
     if known is None or known[0] != keys:
-        known = _known[model] = keys, ForeignPasses(found[0].name)
+        known = _known[model] = keys, ForeignPasses(found[0].name, reason=_no_candidates(model))
     return known[1]
+
+
+def _no_candidates(model: CausalLM) -> str | None:
+    """The reason why passes of the model are over one token each; `None` if comparisons decide."""
+    name = PREPARING[1]
+    if not is_foreign(_method(model, name)):
+        return None
+    return f"{type(model).__name__} runs another {name}, which changes the arguments of its passes after each token"
 
 
 def remembered(model: CausalLM) -> list[Any]:
@@ -179,11 +194,17 @@ def is_foreign(code: Any, home: str | None = None) -> bool:
     return False
 
 
+def _is_foreign_hook(hook: Any) -> bool:
+    if package_of(hook) != "peft":
+        return is_foreign(hook)
+    return getattr(hook.func if isinstance(hook, partial) else hook, "__name__", None) not in PEFT_HOOKS
+
+
 def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
     """All foreign code that a model's passes over a cache run."""
     together = {**every_module._global_forward_pre_hooks, **every_module._global_forward_hooks}
     for number, hook in together.items():
-        if is_foreign(hook):
+        if _is_foreign_hook(hook):
             yield ForeignCode(hook, f"a hook of all modules, {_name(hook)}", number)
     kinds = set()
     for module in modules_of(model):
@@ -191,7 +212,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
         kinds.add(type(module))
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in hooks.items() if hooks else ():
-                if is_foreign(hook):
+                if _is_foreign_hook(hook):
                     yield ForeignCode(hook, f"a hook of {kind}, {_name(hook)}", number, module)
         if "forward" in own and is_foreign(own["forward"]):
             yield ForeignCode(own["forward"], f"another forward of {kind}, {_name(own['forward'])}", None, module)
@@ -204,11 +225,22 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
             code = getattr(kind_of, method)
             if code not in _usual and is_foreign(code) and is_foreign(code, _ownpackage_of(kind_of, method, model)):
                 yield ForeignCode(code, f"a forward of {kind_of.__name__}, {_name(code)}")
+    for method in PREPARING if hasattr(model, PREPARING[0]) else ():  # other modules, such as drafts, have none
+        home = _ownpackage_of(type(model), method, model) if method == PREPARING[0] else None
+        if is_foreign(code := _method(model, method), home):
+            yield ForeignCode(code, f"another {method}, {_name(code)}")
     yield from _replaced_functions(kinds)
-    implementation = str(model.config.get_text_config(decoder=True)._attn_implementation)
-    attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    if attention is not None and "/" not in implementation and is_foreign(attention):  # with "/" a kernel of the Hub
-        yield ForeignCode(attention, f"attention, {_name(attention)}")
+    config = model.config.get_text_config(decoder=True)
+    attention, experts = str(config._attn_implementation), str(getattr(config, "_experts_implementation", None))
+    registered = {
+        "attention": (ALL_ATTENTION_FUNCTIONS, attention),
+        "an attention mask": (ALL_MASK_ATTENTION_FUNCTIONS, attention),
+        "experts": (ALL_EXPERTS_FUNCTIONS, experts),
+    }
+    for what, (functions, name) in registered.items():
+        code = functions.get(name)
+        if code is not None and "/" not in name and is_foreign(code):  # with "/" a kernel of the Hub
+            yield ForeignCode(code, f"{what}, {_name(code)}")
     for mode in active_modes():
         if is_foreign(mode):
             yield ForeignCode(mode, f"in a mode of PyTorch, {_name(mode)}")
@@ -247,6 +279,11 @@ def active_modes() -> list[Any]:
     """Active function and dispatch modes of PyTorch in this thread, without the mode of a default device."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [mode for mode in modes if type(mode).__module__ != DeviceContext.__module__]
+
+
+def _method(model: CausalLM, name: str) -> Any:
+    """A method of a model or its class; unlike `getattr` an object that lives as long as the method."""
+    return vars(model).get(name) or getattr(type(model), name)
 
 
 def _ownpackage_of(kind: type[Any], method: str, model: CausalLM) -> str | None:

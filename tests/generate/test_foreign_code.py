@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from support.devices.pretend_graph import pretend_graphs
 from support.targets.families import informed_draft
 from support.targets.models import assistant_for, configured, partly_agreeing, prompt, quiet_later_layers, tiny
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -186,6 +188,36 @@ def replaced_function(home: Any, name: str, by: float = 1.4) -> Callable[[Causal
     return put_on
 
 
+def moved(arguments: dict[str, Any]) -> dict[str, Any]:
+    """With another position of the last token."""
+    if (positions := arguments.get("position_ids")) is None:
+        return arguments
+    return {**arguments, "position_ids": torch.cat((positions[..., :-1], positions[..., -1:] + 2), dim=-1)}
+
+
+def preparing(method: str) -> Callable[[CausalLM], Any]:
+    """A method of a model that makes the arguments of its passes, replaced by one that changes them."""
+
+    def put_on(target: CausalLM) -> Any:
+        original = getattr(target, method)
+        setattr(target, method, lambda *args, **kwargs: moved(original(*args, **kwargs)))
+        return lambda: vars(target).pop(method)
+
+    return put_on
+
+
+def registered_mask(_: CausalLM) -> Any:
+    """In transformers' registry: hides the second token from passes over one token."""
+    original = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor:
+        shown: Tensor = original(*args, **{**kwargs, "allow_is_causal_skip": False})
+        return shown if shown.shape[-2] > 1 else shown.index_fill(-1, torch.tensor([1]), False)
+
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = mask
+    return lambda: ALL_MASK_ATTENTION_FUNCTIONS.__delitem__("sdpa")
+
+
 OTHERWISE: dict[str, Callable[[CausalLM], Any]] = {
     "last row": hook("model.layers.1", lambda output: steered(output, -1)),
     "first row": hook("model.layers.0.mlp", lambda output: steered(output, 0)),
@@ -208,6 +240,9 @@ OTHERWISE: dict[str, Callable[[CausalLM], Any]] = {
     "function of PyTorch": replaced_function(functional, "scaled_dot_product_attention"),
     "operation": replaced_function(torch, "rsqrt"),
     "method of tensors": replaced_function(Tensor, "pow"),
+    "inputs": preparing("prepare_inputs_for_generation"),
+    "arguments after each token": preparing("_update_model_kwargs_for_generation"),
+    "mask": registered_mask,
 }  # fmt: skip
 ALIKE: dict[str, Callable[[CausalLM], Any]] = {
     "every row": hook("model.layers.1", lambda output: steered(output, slice(None), 0.2)),
@@ -250,6 +285,7 @@ def _classes_are_as_before() -> Any:
         setattr(home, name, function)
     type(tiny("llama").model.layers[0].mlp).forward = forward
     every_module._global_forward_hooks.clear()
+    ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.clear()
 
 
 @pytest.mark.daily(
@@ -259,7 +295,8 @@ def _classes_are_as_before() -> Any:
     "class-chain", "class-early exit", "layer-lookup", "all modules-tree", "evicting-chain", "evicting-early exit",
     "evicting later-lookup", "evicting in one layer-tree", "evicting from the prompt on-chain",
     "evicting from the prompt on-early exit", "scaling the cache-lookup", "function of transformers-tree",
-    "function of PyTorch-chain", "function of PyTorch-early exit",
+    "function of PyTorch-chain", "function of PyTorch-early exit", "inputs-chain",
+    "arguments after each token-tree", "mask-tree",
 )  # fmt: skip
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", OTHERWISE)
@@ -639,6 +676,22 @@ def test_what_libraries_wrap_is_looked_into(wrap: Any) -> None:
     target = tiny("llama")
     target.model.norm.register_forward_hook(wrap(lambda *_: None))
     assert foreign_passes(target) is not None
+
+
+def test_an_activated_adapter() -> None:
+    """A hook of PEFT adapts the last tokens of each pass: as many as follow the adapter's invocation in the prompt."""
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    invocation = PROMPT[0, -3:-1].tolist()
+    config = LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], alora_invocation_tokens=invocation,
+        init_lora_weights=False,
+    )  # fmt: skip
+    model = get_peft_model(target, config)
+    plain = model.generate(input_ids=PROMPT, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(model.generate(input_ids=PROMPT, assistant_model=assistant, **GREEDY), plain)
+        assert "_alora_offsets_pre_forward_hook" in str(assistant.stats.refusal)
 
 
 def test_kernels_of_the_hub_are_known() -> None:
