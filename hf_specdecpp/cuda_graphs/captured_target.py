@@ -101,6 +101,8 @@ class CapturedTarget:
         most = int(max(min(widths[-1] - 1, left), 0)) + 1
         tokens = torch.cat([some_tokens(ids, widths[-1]) for ids in texts])
         expected, cache = own(tokens[:, :most]), self.context.with_capacity(self.context.num_tokens + widths[-1])
+        if expected.shape[1] < most:
+            return f"its forward returns logits after {expected.shape[1]} of {most} tokens"
         rows = with_rows(tokens)
         for width in widths:
             if width == 1 and not several:

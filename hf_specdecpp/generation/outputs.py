@@ -57,11 +57,12 @@ class TokenRecords:
                 setattr(self, name, getattr(self, name)[:count])
 
     def add_scores(self, scores: Tensor, logits: Tensor, count: int) -> None:
-        """Append the first `count` rows of processed scores and raw logits, both `[n, vocab]`."""
+        """Append the first `count` rows of processed scores and raw logits, both `[n, vocab]`. Copies, because views
+        would keep the other rows in memory."""
         if self.scores is not None:
-            self.scores += tuple(scores[i : i + 1] for i in range(count))
+            self.scores += tuple(row.clone() for row in scores[:count].split(1))
         if self.logits is not None:
-            self.logits += tuple(logits[i : i + 1] for i in range(count))
+            self.logits += tuple(row.clone() for row in logits[:count].split(1))
 
     def add_states(
         self, outputs: Any, count: int, num_candidates: int, path: list[int] | None = None, again: int = 0
@@ -74,9 +75,13 @@ class TokenRecords:
         """
         path = list(range(count)) if path is None else path[:count]
         if self.hidden_states is not None:
-            first, hidden_states = not self.hidden_states, [_rows(each, again) for each in outputs.hidden_states]
-            rows = [(0, None)] if first else [(i, i + 1) for i in path]
-            self.hidden_states += tuple(tuple(_rows(layer, *row) for layer in hidden_states) for row in rows)
+            if not self.hidden_states:
+                self.hidden_states += (tuple(outputs.hidden_states),)
+            else:
+                rows = [(again + i, again + i + 1) for i in path]
+                self.hidden_states += tuple(
+                    tuple(_rows(layer, *row).clone() for layer in outputs.hidden_states) for row in rows
+                )
         if self.attentions is not None:
             attentions = tuple(layer[:, :, again:] for layer in outputs.attentions)
             if not self.attentions:
@@ -110,7 +115,7 @@ def _together(rows: list[Any], like: Any) -> Any:
     return torch.cat([row[0] if row else torch.zeros_like(like) for row in rows])
 
 
-def _rows(layer: Tensor, begin: int, end: int | None = None) -> Tensor:
+def _rows(layer: Tensor, begin: int, end: int) -> Tensor:
     """Positions `begin` to `end` of a layer's states `[1, length, ...]`, in Gemma 3n `[streams, 1, length, size]`."""
     return layer[:, begin:end] if layer.shape[0] == 1 else layer[..., begin:end, :]
 
@@ -136,4 +141,4 @@ def _attention_row(attention: Tensor, path: list[int], num_candidates: int, wind
         row = row[..., : num_text + len(path)]
     else:
         row = torch.cat((row[..., :num_text], row[..., num_text:][..., path]), dim=-1)
-    return row[..., -window:] if window is not None else row
+    return (row[..., -window:] if window is not None else row).clone()

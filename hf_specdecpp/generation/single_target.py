@@ -169,8 +169,7 @@ class TargetContext:
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Commit a pass over `num_candidates`: the `kept` emitted tokens stay, in a tree those on `path`. As in plain
         generation, the last emitted token is not in the cache. `outputs` are those of the forward."""
-        if self.changes or self.cached.cache is None:  # the forward may have replaced the cache
-            self._adopt(cache_among(outputs))
+        self._adopt(cache_among(outputs))
         self.cached.commit(kept, num_candidates + 1, path)
         if self._spare:
             self._spare -= kept
@@ -187,8 +186,8 @@ class TargetContext:
         self._spare = 0
 
     def _adopt(self, cache: Any) -> None:
-        """Replace the cache by that of a forward: Phi-3 makes a new one when its rotary frequencies change."""
-        if cache is self.cached.cache:
+        """Replace the cache by that of a forward: Phi-3 makes a new one at changes, other models in each pass."""
+        if cache is None or cache is self.cached.cache:
             return
         cache.activate_past_recording()
         self.cached = GrowingContext(cache)
@@ -198,11 +197,9 @@ class TargetContext:
     def read_pending(self, input_ids: Tensor) -> None:
         """Read pending tokens at the end of `input_ids` `[1, length]`, so that the cache can be reused."""
         if pending := self.cached.pending:
+            kwargs = without_last(self.model_kwargs, 1)
             inputs = self.target.prepare_inputs_for_generation(
-                input_ids[:, :-1],
-                next_sequence_length=pending,
-                is_first_iteration=False,
-                **without_last(self.model_kwargs, 1),
+                input_ids[:, :-1], next_sequence_length=pending, is_first_iteration=False, **kwargs
             )
             self.target(**inputs, return_dict=True)
             self.cached.commit(pending, of=pending)
@@ -303,7 +300,7 @@ class SingleTarget(TargetSide):
 
     def max_candidates(self, text: OutputText) -> int | None:
         # Reading many pending tokens in every round is slower than one round without candidates, which commits them.
-        if self.context.cached.pending >= MOST_PENDING:
+        if self.context.cached.pending >= MOST_PENDING or self.stats.refusal is not None:
             return 0
         room = self.context.most_candidates(text.ids) if self.context.changes else None
         tried = None if self.trial is None else self.trial.max_candidates
@@ -330,10 +327,14 @@ class SingleTarget(TargetSide):
             self.stats.state_bytes = point.num_bytes
         if saved is not None and self.trial is not None and not saved.grew_by(each.width):
             self.trial.refuse("the cache does not grow by the tokens of each pass")
-            if len(tree):  # no token of the pass was emitted yet
-                saved.roll_back()
-                each.tree, each.rows = (alone := Chain()), TreePass(alone)
-                self.read(rounds)
+        elif (known := each.outputs.logits.shape[1]) <= len(tree):
+            self._refuse(f"{type(self.model).__name__} returns logits after {known} of {len(tree) + 1} tokens")
+        else:
+            return
+        if len(tree):  # no token of the pass was emitted yet
+            (saved or context.cached).roll_back()
+            each.tree, each.rows = (alone := Chain()), TreePass(alone)
+            self.read(rounds)
 
     def commit(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
@@ -367,8 +368,12 @@ class SingleTarget(TargetSide):
             rows = slice(kept) if path is None else path.rows[:kept]
             trial.record_pass(logits[rows], self.text.ids, self.context.cache)
         if trial.passes.reason is not None and self.stats.refusal is None:
-            self.stats.refusal = trial.passes.reason
-            logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {trial.passes.reason}.")
+            self._refuse(trial.passes.reason)
+
+    def _refuse(self, reason: str) -> None:
+        """Draft nothing more for this sequence, and warn once."""
+        self.stats.refusal = reason
+        logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {reason}.")
 
     def time_one_token(self) -> None:
         """Time an additional pass over one token if its time cannot be derived from the rounds."""

@@ -1,5 +1,7 @@
 """What `generate()` returns beside the tokens, and what it leaves in the cache, on an attached target."""
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from support.targets.models import assistant_for, prompt, tiny
 from support.targets.outputs import NoRepeat, assert_same
 from support.targets.tree_generation import TREES, target_of
+from support.targets.watchers import unnoticed
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -37,6 +40,17 @@ def test_logits_are_those_of_the_model() -> None:
         logits = target(ours.sequences).logits[0, PROMPT.shape[1] - 1 : -1].float()
     assert_same(torch.cat(ours.logits), logits)
     assert torch.cat(plain.logits).isinf().any()
+
+
+@pytest.mark.parametrize("settings", [{"rule": "fixed", "num_tokens": 4}, TREES["dyspec"]], ids=["chain", "tree"])
+def test_records_hold_nothing_of_rejected_candidates(settings: dict[str, Any]) -> None:
+    target = tiny("llama", num_hidden_layers=2, attn_implementation="eager")
+    asked = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states", "output_attentions"), True)
+    assistant = assistant_for(target, mix=0.9, **settings)
+    found = generate(target, assistant_model=assistant, return_dict_in_generate=True, **asked)
+    assert assistant.stats.accepted < assistant.stats.drafted
+    for records in (found.scores, found.logits, *found.hidden_states[1:], *found.attentions[1:]):
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in records)
 
 
 def test_a_left_padded_prompt() -> None:
@@ -114,6 +128,45 @@ def test_positions_counted_from_the_mask_are_noticed(monkeypatch: pytest.MonkeyP
     with_mutant = target.generate(text, assistant_model=assistant, **arguments)
     assistant.detach()
     assert not torch.equal(with_mutant, plain)
+
+
+def test_a_forward_that_returns_another_cache() -> None:
+    """As models outside of transformers do: plain generation goes on with the cache of the outputs."""
+    target = tiny("llama", num_hidden_layers=2)
+    assistant, own = assistant_for(target, mix=0.9), target.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs | {CACHE: copy.deepcopy(kwargs.get(CACHE))})
+
+    target.forward = functools.wraps(own)(unnoticed(forward))
+    plain = generate(target)
+    assert torch.equal(generate(target, assistant_model=assistant), plain)
+    assert assistant.stats.accepted > 0
+    batch = torch.cat((PROMPT, prompt(12, seed=1)))
+    plain = generate(target, batch, pad_token_id=0)
+    assistant.attach(target, default=True)
+    assert torch.equal(generate(target, batch, pad_token_id=0), plain)
+    assert "returns another cache" in str(assistant.stats.refusal)
+
+
+def test_a_forward_that_returns_the_last_logits_only(pretended: Any) -> None:
+    """As models outside of transformers do: nothing can be verified, also on a GPU."""
+    target = tiny("llama", num_hidden_layers=2)
+    assistant, own = assistant_for(target, mix=0.9), target.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs | {"logits_to_keep": 1})
+
+    target.forward = functools.wraps(own)(unnoticed(forward))
+    plain, batch = generate(target), torch.cat((PROMPT, prompt(12, seed=1)))
+    for graphs in ("auto", "off"):
+        assistant.speculation.graphs = graphs
+        assert torch.equal(generate(target, assistant_model=assistant), plain)
+        assert "returns logits after 1 of 5 tokens" in str(assistant.stats.refusal)
+    plain = generate(target, batch, pad_token_id=0)
+    assistant.attach(target, default=True)
+    assert torch.equal(generate(target, batch, pad_token_id=0), plain)
+    assert "returns logits after 1 of 5 tokens" in str(assistant.stats.refusal)
 
 
 def _lengths(cache: Any) -> set[int]:

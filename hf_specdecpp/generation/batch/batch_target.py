@@ -54,6 +54,8 @@ class BatchTarget(TargetSide):
             raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.no_positions(self.model)))
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)
         refusals.check_prompt(outputs)
+        if cache_among(outputs) is not self.context.cache:
+            raise refusals.LateRefusalError(refusals.NO_BATCH.format("its forward returns another cache than it gets"))
         mask = self.model_kwargs.get("attention_mask")
         self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
         refusals.check_numbers(self.model, outputs.logits, self.prompt_mask)
@@ -76,11 +78,11 @@ class BatchTarget(TargetSide):
         return logits
 
     def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
-        lengths, prompt = torch.tensor([text.length - 1 for text in texts]), self.context.valid
+        lengths, prompt = torch.tensor([text.length - 1 for text in texts], device="cpu"), self.context.valid
         further = int(lengths.max()) - prompt.shape[1] if texts else 0
         if texts and (further or len(texts) < len(prompt)):
             valid = functional.pad(prompt[rows], (0, further), value=True)
-            valid &= torch.arange(valid.shape[1]) < lengths[:, None]
+            valid &= torch.arange(valid.shape[1], device="cpu") < lengths[:, None]
             rows_of = zip(rows, lengths.tolist(), strict=True)
             self.context.set_rows([passes.context.cache.keys_values_of(row, length) for row, length in rows_of], valid)
             self.positions = self.positions[rows] + lengths - prompt.shape[1]
@@ -103,6 +105,9 @@ class BatchTarget(TargetSide):
         outputs = self.states.catch(self.model, **inputs, return_dict=True)
         if self.device.type == "cpu":
             self.timed_pass = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
+        if (known := outputs.logits.shape[1]) < is_token.shape[1]:
+            reason = f"{type(self.model).__name__} returns logits after {known} of {is_token.shape[1]} tokens"
+            raise refusals.LateRefusalError(refusals.NO_BATCH.format(reason))
         self.context.record_pass(is_token)
         self._split(rounds, outputs)
         for each in rounds:
@@ -128,8 +133,8 @@ class BatchTarget(TargetSide):
             if each.text.states is not None and not each.is_prompt:
                 each.text.states = each.text.states[:, :kept]
         if not rounds[0].is_prompt:
-            kept_of_rows = torch.tensor([each.emitted.kept for each in rounds])
-            fed = torch.tensor([1 + len(each.tree) for each in rounds])
+            kept_of_rows = torch.tensor([each.emitted.kept for each in rounds], device="cpu")
+            fed = torch.tensor([1 + len(each.tree) for each in rounds], device="cpu")
             self.context.commit(kept_of_rows, of=fed)
             self.positions += kept_of_rows
 
@@ -137,7 +142,7 @@ class BatchTarget(TargetSide):
         """Arguments of a pass over each row's last token and candidates, then padding (`is_token` `[rows, n]`)."""
         count = is_token.shape[1]
         fed_rows = [[int(each.text.ids[0, -1]), *each.tree.candidates] for each in rounds]
-        tokens = torch.tensor([row + row[-1:] * (count - len(row)) for row in fed_rows])
+        tokens = torch.tensor([row + row[-1:] * (count - len(row)) for row in fed_rows], device="cpu")
         positions = self.positions[:, None] + is_token.cumsum(dim=1) - 1
         kwargs = {
             **self.model_kwargs,
@@ -256,8 +261,8 @@ class BatchTarget(TargetSide):
 
 def _is_token(rounds: Sequence[Round]) -> Tensor:
     """`[rows, n]` bool: which columns of a pass are tokens of the row. The others are padding."""
-    fed = torch.tensor([1 + len(each.tree) for each in rounds])
-    return torch.arange(int(fed.max())) < fed[:, None]
+    fed = torch.tensor([1 + len(each.tree) for each in rounds], device="cpu")
+    return torch.arange(int(fed.max()), device="cpu") < fed[:, None]
 
 
 class _UnusableLayer(DynamicLayer):
