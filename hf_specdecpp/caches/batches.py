@@ -57,7 +57,7 @@ class BatchContext(CachedContext[Tensor]):
             pairs = zip(windows, self.layers, strict=True)
             cache.layers = [DynamicLayer() if slides else layer for slides, layer in pairs]
         self.model, self.cache = model, cache
-        self._set(torch.zeros(rows, 0, dtype=torch.bool))
+        self._set(torch.zeros(rows, 0, dtype=torch.bool, device="cpu"))
 
     def _set(self, valid: Tensor) -> None:
         self.valid, self.num_tokens = valid, valid.sum(dim=1)
@@ -87,7 +87,7 @@ class BatchContext(CachedContext[Tensor]):
         """Keep only the rows at the indices `places`."""
         self._set(self.valid[list(places)])
         if places and self.valid.shape[1]:
-            self.cache.batch_select_indices(torch.tensor(places))
+            self.cache.batch_select_indices(torch.tensor(places, device="cpu"))
 
     def row(self, place: int) -> list[KeysValues]:
         """Keys and values `[heads, n, size]` of a row's n tokens in each layer; layers without keys are left out."""

@@ -139,6 +139,7 @@ class CapturedDraft:
         self.width = max(each.levels for each in shapes) + 1 + steps.again + spare
         self.most_rows = self.width + max(self.nodes, steps.behind)
         zeros, size = partial(torch.zeros, dtype=torch.long, device=self.device), self.nodes + 1
+        numbers = partial(zeros, dtype=torch.float32)
         with lasting():
             self.tokens, self.last, self.count = zeros((texts, self.width)), zeros(texts), zeros(texts)
             self.candidates, self.parents = zeros((texts, self.nodes)), zeros((texts, self.nodes))
@@ -148,9 +149,9 @@ class CapturedDraft:
             self.states: Tensor | None = None
             if steps.size is not None:
                 self.states = torch.zeros((texts, self.width, steps.size), dtype=steps.dtype, device=self.device)
-            self.q = None if greedy else torch.zeros((texts, self.nodes, steps.vocab_size), device=self.device)
-            self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
-            self.edges = torch.tensor(EDGES, device=self.device)
+            self.q = None if greedy else numbers((texts, self.nodes, steps.vocab_size))
+            self.shift = numbers(len(EDGES) + 1)
+            self.edges = torch.tensor(EDGES, dtype=torch.float32, device=self.device)
         # Kept between sequences, because graphs read and write these caches.
         self.caches = FixedCaches(steps.num_layers, self.device, budget)
         self._positions = torch.Size((texts, 1)) if texts > 1 else None
@@ -208,7 +209,7 @@ class CapturedDraft:
         shift = None if rates is None else rates.shift
         if shift is not self._shift:
             self._shift = shift
-            self.shift.copy_(torch.zeros(len(self.shift)) if shift is None else torch.tensor(shift))
+            self.shift.copy_(torch.tensor([0.0] * len(self.shift) if shift is None else shift, dtype=torch.float32))
 
     # The captured functions ------------------------------------------------------------------------------------------
 

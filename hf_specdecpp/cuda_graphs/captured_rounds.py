@@ -101,7 +101,8 @@ class CapturedRounds:
         for place, each in enumerate(own for own in both if isinstance(own, Warpers)):
             if place == len(self._numbers):
                 with lasting():
-                    self._numbers.append(torch.empty((len(self.token), 4), device=self.token.device))
+                    numbers = torch.empty((len(self.token), 4), dtype=torch.float32, device=self.token.device)
+                self._numbers.append(numbers)
             each.numbers = self._numbers[place].copy_(each.numbers)
 
     def continue_with(self, active: Sequence[int]) -> None:

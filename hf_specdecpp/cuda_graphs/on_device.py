@@ -25,7 +25,7 @@ def draw_next(weights: Tensor, last: Tensor) -> Tensor:
 
 def exponential(*shape: int, device: torch.device) -> Tensor:
     """Independent exponential numbers above 0: the index of the largest w_i / E_i is drawn in proportion to w."""
-    times = torch.empty(shape, device=device).exponential_()
+    times = torch.empty(shape, dtype=torch.float32, device=device).exponential_()
     return times.clamp_min_(torch.finfo(times.dtype).tiny)
 
 

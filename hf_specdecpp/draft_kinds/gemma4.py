@@ -218,7 +218,7 @@ class SharedSession(DraftingSession):
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         if nodes == [0]:
             return self._pass(self._last, self._state, nodes)
-        tokens = torch.tensor([[tree.tokens[node] for node in nodes]])
+        tokens = torch.tensor([[tree.tokens[node] for node in nodes]], device="cpu")
         return self._pass(tokens, torch.stack([self._states[tree.parents[node]] for node in nodes])[None], nodes)
 
     def commit_path(self, path: list[int]) -> None:

@@ -310,7 +310,7 @@ class DraftSession(ModelSession):
 
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         if self._recording and not self.unread:  # the last round had draft passes
-            path = None if rows is None else PathRows(list(rows), torch.tensor(rows))
+            path = None if rows is None else PathRows(list(rows), torch.tensor(rows, device="cpu"))
             self.context.commit(count, of, path)
 
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -338,7 +338,7 @@ class DraftSession(ModelSession):
         if self.reads_states:
             states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
         num_prefix = self.cache.get_seq_length() - len(lineage.nodes)
-        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *lineage.feed(tree, nodes)
+        fed = torch.tensor([[tree.tokens[node] for node in nodes]], device="cpu"), *lineage.feed(tree, nodes)
         tokens, ancestors, depths = upload(fed, self.device)
         inputs = {}  # none for a single node that sees all earlier nodes, as in a chain
         if len(nodes) > 1 or not bool(fed[1].all()):

@@ -64,7 +64,7 @@ class BatchSession:
         """Run the draft for the unfinished rows and store the results in their sessions. `asking`: their candidates, by
         index in the batch; in a round's first step no row has any."""
         if not any(asking.values()):
-            num_dropped = torch.tensor([row.num_dropped for row in self.rows])
+            num_dropped = torch.tensor([row.num_dropped for row in self.rows], device="cpu")
             self.context.commit(torch.zeros_like(num_dropped), of=num_dropped)
             self.context.close_up()
             for row in self.rows:
@@ -81,7 +81,7 @@ class BatchSession:
         device, dtype = self.rows[0].device, self.drafter.dtype
         width = max(tokens.shape[1] for tokens, _ in fed.values())
         all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)
-        all_states, is_token = None, torch.zeros(len(self.rows), width, dtype=torch.bool)
+        all_states, is_token = None, torch.zeros(len(self.rows), width, dtype=torch.bool, device="cpu")
         for place, (tokens, states) in fed.items():
             begin = width - tokens.shape[1]
             all_tokens[place, begin:] = tokens[0]

@@ -296,7 +296,7 @@ class AssistedDecoding:
             text, tokens = each.text, each.result.emitted[: each.emitted.kept]
             text.stats.generated += len(tokens)
             if text.streamer is not None:
-                text.streamer.put(torch.tensor([tokens]))
+                text.streamer.put(torch.tensor([tokens], device="cpu"))
         if not all(stay := self.target.are_unfinished(self.active)):
             places = [place for place, stays in enumerate(stay) if stays]
             self.drafts.select(places)

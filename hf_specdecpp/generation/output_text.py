@@ -132,11 +132,12 @@ class OutputText:
         """Append the emitted tokens, up to the first that ends the sequence."""
         emitted, rows = result.emitted, result.rows
         self.before = before = self.ids.shape[1]
-        path, new_ids = None, torch.tensor([emitted])  # int64 for any dtype of the prompt, as in plain generation
+        path = None
+        new_ids = torch.tensor([emitted], device="cpu")  # int64 for any dtype of the prompt, as in plain generation
         if rows is None:
             new_ids = new_ids.to(self.ids.device)
         else:
-            new_ids, on_device = upload([new_ids, torch.tensor(rows)], self.ids.device)
+            new_ids, on_device = upload([new_ids, torch.tensor(rows, device="cpu")], self.ids.device)
             path = PathRows(rows, on_device)
         ids = torch.cat((self.ids, new_ids), dim=1)
         kept, self.finished = len(emitted), bool(result.ended)
@@ -169,7 +170,8 @@ class OutputText:
             return kept, finished
         for i in range(kept):
             self.records.add_scores(scores[i:], raw[i:], 1)
-            if bool(self.criteria(ids[:, : before + i + 1], self.records.scores).all()):
+            # As in plain generation, which reads one bit of the integers that a criterion may return.
+            if not bool((~self.criteria(ids[:, : before + i + 1], self.records.scores) & 1).any()):
                 self.end_length = min(self.end_length, before + i + 1)
                 if not self.goes_on:
                     return i + 1, True

@@ -56,10 +56,10 @@ class NgramCorrections:
         self.keys = torch.full((places,), -1, device=device)
         # The ids of an entry always differ, because `mixed` writes a logit for each.
         self.ids = torch.arange(count, dtype=torch.int32, device=device).repeat(places, 1)
-        self.probs = torch.zeros(places, count, device=device)
+        self.probs = torch.zeros(places, count, dtype=torch.float32, device=device)
         self._lengths = torch.arange(1, ORDERS + 1, device=device)
         self._layouts = {at: _layout(num_ids, at) for at in (torch.device("cpu"), self.ids.device)}
-        expected = ((torch.arange(BUCKETS, device=device) + 0.5) / BUCKETS).repeat(ORDERS + 1)
+        expected = ((torch.arange(BUCKETS, dtype=torch.float32, device=device) + 0.5) / BUCKETS).repeat(ORDERS + 1)
         self.correct, self.trials = PRIOR * expected, torch.full_like(expected, PRIOR)
         self.odds = _odds(expected)
         self._buckets = torch.arange(len(expected), device=device)
@@ -177,7 +177,7 @@ def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
     Example: the sequence 4 5 and the paths [], [6] and [6, 7, 8] give [`NO_TOKEN`, 4, 5], [4, 5, 6] and [6, 7, 8].
     """
     text = [NO_TOKEN] * ORDERS + input_ids[0, -ORDERS:].tolist()
-    return torch.tensor([[*text, *path][-ORDERS:] for path in paths])
+    return torch.tensor([[*text, *path][-ORDERS:] for path in paths], device="cpu")
 
 
 def _odds(chance: Tensor) -> Tensor:

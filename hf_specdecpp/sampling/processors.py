@@ -36,7 +36,7 @@ class Warpers(LogitsProcessor):
         for each in processors:
             given |= vars(each)
         temperature, k, p, min_p = map(given.get, ("temperature", "top_k", "top_p", "min_p"), (1.0, 1 << 24, 2.0, 0.0))
-        self.numbers = torch.tensor([[temperature, k, 1 - p, min_p]], dtype=torch.float32)
+        self.numbers = torch.tensor([[temperature, k, 1 - p, min_p]], dtype=torch.float32, device="cpu")
         has_top_k, sorts = "top_k" in given, "top_p" in given or "top_k" in given and k > MOST_TOP_K
         self.kind = "warpers", sorts, has_top_k, "min_p" in given
 

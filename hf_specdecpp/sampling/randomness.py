@@ -80,11 +80,11 @@ class TorchRandomness:
         drawn = Inverted(probs[None].clone()).draw_next(0)  # about 40 times faster for a vocabulary of 50k
         if drawn is None:
             raise NothingToDrawError
-        return torch.tensor(drawn[0])
+        return torch.tensor(drawn[0], device="cpu")
 
     def bernoulli(self, probability: float) -> bool:
         # float64 on the CPU: no wait for a device, and probabilities 0 and 1 are exact.
-        return bool(torch.rand((), dtype=torch.float64) < probability)
+        return bool(torch.rand((), dtype=torch.float64, device="cpu") < probability)
 
     def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
         passes = torch.rand(len(tests), dtype=tests.dtype, device=tests.device) < tests
@@ -105,7 +105,7 @@ class TorchRandomness:
         """A positive exponential number for each element of `like` `[n, size]`, made in advance for several draws."""
         count, size = like.shape
         if self._used + count > len(self._ahead) or (size, like.device) != (self._ahead.shape[1], self._ahead.device):
-            times = torch.empty((max(count, DRAWS_AHEAD), size), device=like.device).exponential_()
+            times = torch.empty((max(count, DRAWS_AHEAD), size), dtype=torch.float32, device=like.device).exponential_()
             self._ahead, self._used = times.clamp_min_(torch.finfo(times.dtype).tiny), 0
         self._used += count
         return self._ahead[self._used - count : self._used]
@@ -242,7 +242,7 @@ class Inverted:
         self.q = q.numpy()
 
     def draw_next(self, row: int) -> tuple[int, float] | None:
-        u, v = torch.rand(2, dtype=torch.float64).tolist()
+        u, v = torch.rand(2, dtype=torch.float64, device="cpu").tolist()
         block = _invert(self.sums[row], u)
         if block is None:
             return None

@@ -67,14 +67,14 @@ class HeadJudgedSiblings:
         tops = self.tops
         if (num_judged := len(self.judged[rows[0]])) > 0:
             tops = _likeliest(self.level.scores[span].softmax(dim=-1), num_judged + ahead + 1)
-        scalars = torch.zeros((len(rows), ahead, NUM_SCALARS))
-        tokens = torch.zeros((len(rows), ahead), dtype=torch.long)
+        scalars = torch.zeros((len(rows), ahead, NUM_SCALARS), dtype=torch.float32, device="cpu")
+        tokens = torch.zeros((len(rows), ahead), dtype=torch.long, device="cpu")
         drawn: list[list[int]] = []
         for place, row in enumerate(rows):
             found = [each for each in (self.siblings.draw_next(row) for _ in range(ahead)) if each is not None]
             drawn.append([token for token, _ in found])
             if found:
-                tokens[place, : len(found)] = torch.tensor(drawn[-1])
+                tokens[place, : len(found)] = torch.tensor(drawn[-1], device="cpu")
                 scalars[place, : len(found)] = torch.tensor(self.left[row].scalars_of(found, tops[place]))
             self.ahead[row] = 2 * ahead
         hidden = self.level.hidden[span, None]

@@ -215,7 +215,7 @@ class Lineage:
 
     nodes: list[int] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
-    ancestors: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.bool))
+    ancestors: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.bool, device="cpu"))
 
     def feed(self, tree: DraftTree, nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Append `nodes`, each after its parent; only the first may be the root. Returns `ancestors` `[n_query, n]` of
@@ -269,11 +269,11 @@ class TreePass:
         """Inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root, and `ancestors`
         `[width, width]` and `depths` `[width]` for `tree_inputs`. If `width` exceeds the number of nodes, dummies
         follow, at the root's position, which see only themselves and are seen by no node."""
-        fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long)
+        fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long, device="cpu")
         parents = self.tree.parents
         ancestors, depths = relations([-1, *(self.rows[parents[node]] for node in self.order[1:])])
         if dummies := max(width - len(self.order), 0):
-            ancestors = torch.block_diag(ancestors, torch.eye(dummies, dtype=torch.bool))
+            ancestors = torch.block_diag(ancestors, torch.eye(dummies, dtype=torch.bool, device="cpu"))
             depths = nn.functional.pad(depths, (0, dummies))
         tokens, ancestors, depths = upload([fed, ancestors, depths], device)
         return tokens, ancestors, depths

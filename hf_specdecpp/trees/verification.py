@@ -289,7 +289,7 @@ def verify_tree(
             if child is None:
                 return path[1:], token
             path.append(child)
-    stack = [(0, _tests(tree, 0, p, torch.ones(())))]
+    stack = [(0, _tests(tree, 0, p, torch.ones((), dtype=torch.float32, device="cpu")))]
     while True:
         node, tests = stack[-1]
         child, chance, mass = next(tests)
@@ -316,7 +316,7 @@ def _tests(
 
 def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness) -> tuple[int | None, int]:
     """A level of Algorithm 3: the accepted child of a node or `None`, and the next token. `p`: `[vocab]`."""
-    tests = child_tests(tree, node, p, torch.ones((), device=p.device))
+    tests = child_tests(tree, node, p, torch.ones((), dtype=torch.float32, device=p.device))
     # zip takes the next child first, so that nothing is computed after an accepted one.
     for child, (chance, _) in zip(tree.children[node], tests, strict=False):
         if randomness.bernoulli(float(chance)):

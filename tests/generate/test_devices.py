@@ -172,6 +172,23 @@ def test_a_batch() -> None:
             target.generate(**inputs, do_sample=True, assistant_model=assistant, **OPTIONS)
 
 
+@pytest.mark.takes(4)
+@pytest.mark.parametrize(("rows", "speculation"), [(1, RULES[0]), (1, TREES[0]), (2, RULES[1])], ids=str)
+def test_a_default_device(rows: int, speculation: dict[str, Any]) -> None:
+    """`torch.set_default_device("cuda")`: the numbers that the host keeps are made on the host."""
+    target, ids = tiny("llama"), torch.cat([prompt(seed=seed) for seed in range(rows)])
+    plain = target.generate(ids, do_sample=False, **OPTIONS)
+    with pretend_devices(), torch.no_grad():
+        on_device(target)
+        assistant = with_draft(head=rows == 1, **speculation)(target)
+        for sampled in (True, False):
+            given = on_device(ids)
+            with torch.device("cuda:0"):
+                text = target.generate(given, do_sample=sampled, assistant_model=assistant, **OPTIONS)
+        assert torch.equal(text.host, plain)
+        assert assistant.stats.accepted > 0
+
+
 def counted_rounds(speculation: dict[str, Any], **sampling: Any) -> list[tuple[int, Counter[str]]]:
     """Of each round but the first, in a generation: how many candidates it had, and what it cost."""
     target = tiny("llama")

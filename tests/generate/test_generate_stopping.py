@@ -64,6 +64,20 @@ def test_a_criterion_stops_anywhere_in_a_block(assistant: Any, index: int) -> No
         assert plain.shape[1] <= LENGTH + index + 1
 
 
+def test_a_criterion_that_returns_numbers(assistant: Any) -> None:
+    """Plain generation looks at the last bit, so that a text with two of these tokens goes on."""
+    new = greedy()
+    token = next(each for each in new if 1 < new.count(each) < 20)
+
+    def count(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return (ids[:, LENGTH:] == token).sum(-1) // 2 * 2
+
+    arguments: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([count]), "max_new_tokens": 40}
+    plain = generate(**arguments)
+    assert plain.shape[1] == LENGTH + 40
+    assert torch.equal(generate(assistant_model=assistant, **arguments), plain)
+
+
 def test_max_time(assistant: Any) -> None:
     text = generate(assistant_model=assistant, max_new_tokens=1000, max_time=0.05)
     assert LENGTH < text.shape[1] < LENGTH + 1000

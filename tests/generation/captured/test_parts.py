@@ -41,6 +41,21 @@ def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tup
         return generate(target, assistant, **how), noted.outcomes
 
 
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_default_dtype_changes_no_sampled_text(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Temperatures, q and what is drawn are float32, whatever `torch.set_default_dtype` says."""
+    texts = []
+    for kind in (torch.float32, torch.bfloat16):
+        target, assistant = made("independent", tmp_path, **settings)
+        torch.set_default_dtype(kind)
+        try:
+            texts.append(generate(target, assistant, **SAMPLED))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert assistant.stats.decided["rounds"] == "captured"
+    assert torch.equal(*texts)
+
+
 @pytest.mark.daily("independent", "dflash windows", "dspark speculators, rnn")
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:

@@ -159,8 +159,9 @@ class _Functions(TorchFunctionMode):
             # Which kernels it is made of, torch decides by the device.
             _check_devices("sdpa", [each for each in _tensors(args, kwargs) if each.dim()])
             return DeviceTensor(func(*_on_host(args), **_on_host(kwargs)), _placed(args, kwargs)[0].device)
-        if func in (torch.tensor, torch.as_tensor) and _is_device(kwargs.get("device")):
-            device, data = torch.device(kwargs["device"]), args[0] if args else kwargs["data"]
+        device = kwargs.get("device", torch.get_default_device())
+        if func in (torch.tensor, torch.as_tensor) and _is_device(device):
+            device, data = torch.device(device), args[0] if args else kwargs["data"]
             if isinstance(data, Tensor):
                 return data.to(device, kwargs.get("dtype") or data.dtype)
             counts["upload"] += 1
