@@ -3,6 +3,7 @@ and drafting of trees (`TreeDrafting`); `drafting/chain.py` drafts chains."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,7 +26,7 @@ from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of, why_chains, without_padding
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.lookup.looking_up import LookingUp
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, modules_of, num_logits
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text, modules_of, num_logits
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
@@ -82,7 +83,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._target, self._generation_config = target, generation_config
         session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.session
         self.session: DraftingSession = session(self.vocab_size)
-        self.max_length: int | None = generation_config.max_length
+        most = math.inf if generation_config.max_length is None else generation_config.max_length
+        # The target reads candidates at its positions, and adds a token, which it need not read.
+        self._longest = min(longest_text(target), most - 1)
         self.eos_token_ids = eos_ids(generation_config)
         sample: TreeRandomness = TorchRandomness() if setup.drafter.places else AsPlain()
         self.randomness = sample if generation_config.do_sample else None
@@ -244,11 +247,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> int:
         """Pass new tokens to the draft and the lookups. Returns the longest path of candidates that may be drafted."""
-        session, drafter, room = self.session, self.setup.drafter, MOST_CANDIDATES
+        session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
-        if self.max_length is not None:  # one place is for the token that the target adds
-            room = max(self.max_length - input_ids.shape[1] - 1, 0)
+        room = int(max(min(MOST_CANDIDATES, self._longest - input_ids.shape[1]), 0))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
             unread = session.unread if self.setup.rows == 1 else 0  # rows of a batch share draft passes

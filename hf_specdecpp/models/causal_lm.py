@@ -254,10 +254,11 @@ def _position_rows(decoder: nn.Module) -> Iterator[int]:
 
     Example: BART's table has 514 rows for 512 tokens (`offset`); RoBERTa's too, with `padding_idx` 1.
     """
-    for name, module in decoder.named_modules():
-        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_EMBEDDINGS:
-            padding = -1 if module.padding_idx is None else module.padding_idx
-            yield module.num_embeddings - getattr(module, "offset", padding + 1)
-    for name, buffer in decoder.named_buffers():
-        if (leaf := name.rpartition(".")[2]) in POSITION_BUFFERS:
-            yield buffer.shape[-1 if leaf == "position_ids" else 0]
+    for module in modules_of(decoder):
+        for name in POSITION_EMBEDDINGS:
+            if isinstance(table := module._modules.get(name), nn.Embedding):
+                padding = -1 if table.padding_idx is None else table.padding_idx
+                yield table.num_embeddings - getattr(table, "offset", padding + 1)
+        for name in POSITION_BUFFERS:
+            if (buffer := module._buffers.get(name)) is not None:
+                yield buffer.shape[-1 if name == "position_ids" else 0]

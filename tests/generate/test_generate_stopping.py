@@ -12,6 +12,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -76,6 +77,25 @@ def test_a_criterion_that_returns_numbers(assistant: Any) -> None:
     plain = generate(**arguments)
     assert plain.shape[1] == LENGTH + 40
     assert torch.equal(generate(assistant_model=assistant, **arguments), plain)
+
+
+DRAFTS: dict[str, Any] = {
+    "chain": assistant_for,
+    "tree": lambda target: assistant_for(target, tree="dyspec", tree_budget=8),
+    "lookup": lambda target: assist(target, "lookup", default=False),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("family", "positions"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
+def test_a_text_that_ends_at_the_last_position(family: str, positions: str, draft: str) -> None:
+    """Candidates after it have no positions: plain generation, which may go on, never reads them."""
+    target = tiny(family, num_hidden_layers=2, **{positions: 24})
+    criteria = StoppingCriteriaList([MaxLengthCriteria(25)])
+    arguments: dict[str, Any] = {"stopping_criteria": criteria, "max_new_tokens": 100, "do_sample": False}
+    plain, assistant = target.generate(PROMPT, **arguments), DRAFTS[draft](target)
+    assert plain.shape[1] == 25
+    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
 
 
 def test_max_time(assistant: Any) -> None:
