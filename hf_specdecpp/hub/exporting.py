@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def draft_length(config: SpecDecPPConfig) -> tuple[int, str]:
     return min(times, key=lambda k: times[k]), f"the fastest with the measured acceptance of {measured[0]:.2f}"
 
 
-def check(to: str, commands: Sequence[str], folder: Path) -> str:
+def check(to: str, commands: list[str], folder: Path) -> str:
     """Let vLLM, if it is installed, read the configs of target and draft (in `folder`, before the folder is renamed).
     Returns a sentence on the result. Raises vLLM's error if vLLM refuses them, usually a `ValueError`."""
     if to != "vllm" or find_spec("vllm") is None:
@@ -107,7 +106,7 @@ def check(to: str, commands: Sequence[str], folder: Path) -> str:
     return "vLLM's own loader accepts the configs of target and draft."
 
 
-def write_script(to: str, commands: Sequence[str], folder: Path) -> None:
+def write_script(to: str, commands: list[str], folder: Path) -> None:
     """Write the commands into the executable file `serve.sh`, which runs in the present working directory, skips
     conversions whose result exists, and passes its arguments on to the server."""
     path, (*conversions, server) = folder / "serve.sh", commands

@@ -137,7 +137,7 @@ def _promised(report: RepositoryReport, here: Repository) -> dict[str, Callable[
         found[DRAFT_VOCAB] = lambda: repository.load_draft_vocab(here, config)
     if config.adapter:
         found[ADAPTER_CONFIG] = lambda: _read_adapter_config(here)
-        found[ADAPTER] = lambda: adapters.read_adapter(here.file(ADAPTER).parent).loras
+        found[ADAPTER] = lambda: _read_adapter(here)
     if report.is_foreign:
         has_index = (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file()
         found[INDEX if has_index else CHECKPOINT] = module
@@ -158,6 +158,15 @@ def _read_adapter_config(here: Repository) -> str:
     modules = adapter.get("target_modules")
     where = ", ".join(sorted(map(str, modules))) if isinstance(modules, list) else modules
     return f"{adapter['peft_type']}, rank {adapter.get('r')}, on {where}"
+
+
+def _read_adapter(here: Repository) -> Any:
+    tensors = files.load_tensors(here.file(ADAPTER))
+    try:
+        adapters.read_adapter_config(here.file(ADAPTER_CONFIG))
+    except (ValueError, OSError):  # reported with that file
+        return tensors
+    return adapters.read_adapter(here.file(ADAPTER).parent).loras
 
 
 def _list(repository: Repository, folder: Path) -> list[str]:
