@@ -64,7 +64,8 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
         "mismatches": mismatches(rows, benchmark.asked, target, load_tokenizer(config.target).decode),
         "runs": rows,
     }  # fmt: skip
-    report.write(results, config.output)
+    save_text(json.dumps(results) + "\n", config.output / RESULTS)
+    save_text(report.markdown(results), config.output / "report.md")
     report.print_report(results, console)
     console.print(f"Written to {config.output}: {RESULTS}, report.md.")
     if lossless := report.lossless(results):

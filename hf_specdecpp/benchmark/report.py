@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
-from hf_specdecpp.benchmark.questions import RESULTS
 from hf_specdecpp.benchmark.summary import FIRST, Row, best_of_families, busy_elsewhere, overall, too_close, verdict_of
-from hf_specdecpp.files import save_text
 
 WIDTH = 100
 _BATCHES = (
@@ -49,12 +45,6 @@ COLUMNS = (
     Column("prompts", None, lambda row: str(row["prompts"])),
     Column("disturbed", None, lambda row: str(row["disturbed"])),
 )
-
-
-def write(results: dict[str, Any], folder: Path) -> None:
-    """Write the results as JSON and as Markdown."""
-    save_text(json.dumps(results) + "\n", folder / RESULTS)
-    save_text(markdown(results), folder / "report.md")
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
