@@ -74,21 +74,16 @@ $(SPACE)/.installed: $(VENV)/.installed
 		semantic-version tomlkit brotli 'audioop-lts; python_version >= "3.13"'
 	@touch $@
 
-# There are only sources. What reads models and the CPU's code are compiled, in two minutes of a core: without
-# what only llama.cpp's own programs need, without tuning to this machine, and optimised little.
+# Nothing is compiled: xllamacpp is a wheel with llama.cpp's server, and of the sources in llama-cpp-python only the
+# conversion scripts are used, and the files that define options, with which our commands are compared.
 $(SERVING)/.installed: $(VENV)/.installed
+	@echo "Installing into $(SERVING): xllamacpp and llama.cpp's conversion scripts"
 	@mkdir -p $(SERVING)/sources
-	@if ! command -v c++ > /dev/null; then echo "There is no C++ compiler, so the tests with llama.cpp are skipped"; exit; fi; \
-		echo "Building llama.cpp into $(SERVING): takes about three minutes"; \
-		$(BIN)/python -m pip download -qq --no-deps --no-binary llama-cpp-python -c constraints.txt \
-			--dest $(SERVING) llama-cpp-python; \
-		tar --extract --directory $(SERVING)/sources --strip-components=1 --file $(SERVING)/llama_cpp_python-*.tar.gz; \
-		sed 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt > $(SERVING)/edited; \
-		mv $(SERVING)/edited $(SERVING)/sources/CMakeLists.txt; \
-		export CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(foreach language,C CXX,-DCMAKE_$(language)_FLAGS_RELEASE='-O1 -DNDEBUG')"; \
-		SKBUILD_BUILD_TARGETS=llama CMAKE_BUILD_PARALLEL_LEVEL=1 \
-			$(BIN)/python -m pip install -qq --upgrade --no-deps -c constraints.txt --target $(SERVING) \
-			$(SERVING)/sources diskcache sentencepiece
+	@$(BIN)/python -m pip install -qq --upgrade --no-deps -c constraints.txt --target $(SERVING) xllamacpp sentencepiece
+	@$(BIN)/python -m pip download -qq --no-deps --no-binary llama-cpp-python -c constraints.txt --dest $(SERVING) \
+		llama-cpp-python
+	@tar --extract --directory $(SERVING)/sources --strip-components=1 --file $(SERVING)/llama_cpp_python-*.tar.gz \
+		--wildcards '*/vendor/llama.cpp/*.py' '*/vendor/llama.cpp/common/arg.cpp' '*/vendor/llama.cpp/common/speculative.cpp'
 	@touch $@
 
 demo: install  ## Compare SmolLM2-135M with and without an assistant (a trained layer and lookups), in two minutes
@@ -123,10 +118,9 @@ test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TR
 test-space: $(SPACE)/.installed  ## Run the tests of the Space, which ask it over HTTP
 	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/integrations/test_space.py $(ARGS)
 
-test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp serves SmolLM2 with its early exit as the draft
-	@! test -d $(SERVING)/llama_cpp || { \
-		export SMOLLM2="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
-		$(PYTEST) PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/pytest tests/test_llama_cpp.py $(ARGS); }
+test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp's server serves SmolLM2 with exported drafts
+	@export SMOLLM2="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
+		$(PYTEST) PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/pytest tests/test_llama_cpp.py $(ARGS)
 
 test-gpu: install  ## On a machine with a GPU: run the tests that need one
 	@$(PYTEST) $(BIN)/pytest tests/generate/test_cuda.py -m "slow or not slow" $(ARGS)

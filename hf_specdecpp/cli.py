@@ -173,6 +173,9 @@ def export(
     target: Annotated[
         str | None, typer.Option(metavar="ID", help="Hub id or folder of the target; by default that of ASSISTANT.")
     ] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="ENGINE", help="vllm, sglang or llama.cpp: also write serve.sh for it.")
+    ] = None,
 ) -> None:
     """Write a draft for vLLM, SGLang and llama.cpp.
 
@@ -182,7 +185,7 @@ def export(
     from hf_specdecpp.models.loading import quiet_loading
 
     with _failing(assistant), quiet_loading():
-        exported = write(assistant, output, target)
+        exported = write(assistant, output, target, to)
     console = _console()
     console.print(_text(f"Written: {output}"), soft_wrap=True)
     for note in exported.notes:

@@ -100,13 +100,12 @@ class DraftChoice:
                 "Leave one of them out."
             )
 
-    def flags(self, kind: str) -> str:
-        """The options that select this draft, such as "--assistant org/head". `kind`: name of the kind of draft."""
-        if self.assistant is not None:
-            return f"--assistant {self.assistant}"
-        if self.layers is None or self.lookup or self.mtp:
-            return f"--{kind}"
-        return f"--layers {self.layers if isinstance(self.layers, int) else ','.join(map(str, self.layers))}"
+    def next_step(self, kind: str) -> str:
+        """A line with the command that measures this draft. `kind`: name of the kind of draft."""
+        draft = f"--{kind}" if self.assistant is None else f"--assistant {self.assistant}"
+        if self.layers is not None and not (self.assistant or self.lookup or self.mtp):
+            draft = f"--layers {self.layers if isinstance(self.layers, int) else ','.join(map(str, self.layers))}"
+        return f"Measure more: specdecpp bench --target {self.target} {draft} --quick"
 
 
 @dataclass

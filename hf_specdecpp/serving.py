@@ -58,30 +58,34 @@ class Exported:
 # Commands -------------------------------------------------------------------------------------------------------------
 
 
-# Names of the method in vLLM, SGLang and llama.cpp, and the number of branches of SGLang's tree (1: a chain).
-AS_MODEL = "draft_model", "STANDALONE", "draft-simple", 1
-AS_EAGLE3 = "eagle3", "EAGLE3", "draft-eagle3", 4
+# Names of the method in vLLM, SGLang and llama.cpp.
+AS_MODEL = "draft_model", "STANDALONE", "draft-simple"
+AS_EAGLE3 = "eagle3", "EAGLE3", "draft-eagle3"
+AS_DSPARK = "dspark", "DSPARK", "draft-dspark"
+TEMPERATURES = "confidence_temperatures.json"  # for SGLang: a factor of the confidence at each place of a block
 
 
-def commands_for(to: Destination, method: tuple[str, str, str, int] = AS_MODEL) -> dict[str, list[str]]:
-    """Shell commands that serve a draft, by engine. An unknown target is written as `TARGET`."""
-    (vllm, sglang, llama_cpp, branches), count, draft = method, to.num_tokens, str(to.output)
-    target, gguf = to.target or "TARGET", f"{to.output}.gguf"
-    converting = ["--target-model-dir", target] if method == AS_EAGLE3 else []
+def commands_for(to: Destination, method: tuple[str, str, str] = AS_MODEL) -> dict[str, list[str]]:
+    """Shell commands that serve a draft, by engine; those for DSpark act on its confidence head. An unknown target is
+    written as `TARGET`."""
+    (vllm, sglang, llama_cpp), count, draft = method, to.num_tokens, str(to.output)
+    target, gguf, is_dspark = to.target or "TARGET", f"{to.output}.gguf", method == AS_DSPARK
+    reads_target = [] if method == AS_MODEL else ["--target-model-dir", target]
     settings = {"method": vllm, "model": draft, "num_speculative_tokens": count}
-    # SGLang counts the root: a chain of k candidates has k + 1 nodes.
-    nodes = count + 1 if branches == 1 else branches * count
-    tree = f"--speculative-num-steps {count} --speculative-eagle-topk {branches} --speculative-num-draft-tokens {nodes}"
+    settings |= {"enable_adaptive_verification": True} if is_dspark else {}
+    launch = ["env", "SGLANG_RAGGED_VERIFY_MODE=compact"] if is_dspark else []
+    launch += ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", sglang]
+    how = ["--speculative-num-steps", str(count), "--speculative-eagle-topk", "1"]
+    how = ["--speculative-dspark-confidence-sts-path", f"{draft}/{TEMPERATURES}"] if is_dspark else how
     words = {
         "vLLM": [["vllm", "serve", target, "--speculative-config", json.dumps(settings, separators=(",", ":"))]],
-        "SGLang": [
-            ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", sglang]
-            + ["--speculative-draft-model-path", draft, *tree.split()]
+        "SGLang": [  # counts the last token of the sequence, too
+            [*launch, "--speculative-draft-model-path", draft, *how, "--speculative-num-draft-tokens", str(count + 1)]
         ],
         "llama.cpp": [
-            ["python", "convert_hf_to_gguf.py", draft, *converting, "--outfile", gguf],
+            ["python", "convert_hf_to_gguf.py", draft, *reads_target, "--outfile", gguf],
             ["llama-server", "-m", f"{Path(target).name}.gguf", "--spec-type", llama_cpp, "-md", gguf]
-            + ["--spec-draft-n-max", str(count)],
+            + ["--spec-draft-n-max", str(count), *(["--spec-draft-p-min", "0.5"] if is_dspark else [])],
         ],
     }
     return {engine: [shlex.join(command) for command in commands] for engine, commands in words.items()}

@@ -170,6 +170,11 @@ def test_export(tmp_path: Path) -> None:
     config = f'{{"method":"draft_model","model":"{tmp_path / "out"}","num_speculative_tokens":3}}'
     assert f"vllm serve {tmp_path / 'target'} --speculative-config '{config}'" in lines, "on one line, to be copied"
     assert load_model(tmp_path / "out").config.num_hidden_layers == 2
+    result = run("export", tmp_path / "assistant", "--output", tmp_path / "again", "--to", "sglang")
+    assert result.exit_code == 0, result.output
+    assert "SGLang" in result.stdout.splitlines()
+    assert "vllm serve" not in result.stdout
+    assert (tmp_path / "again" / "serve.sh").read_text().splitlines()[-1].startswith("exec python -m sglang")
 
 
 def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:

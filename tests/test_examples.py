@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import runpy
 import sys
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from PIL import Image
 from rounds import ends_at
 from support.devices.pretend_graph import pretend_graphs
 from support.files.repos import save_model
@@ -125,6 +127,24 @@ def test_plot_speeds(tmp_path: Path) -> None:
         example["draw"](speeds, tmp_path / "speeds.svg")
         pictures.append((tmp_path / "speeds.svg").read_bytes())
     assert pictures[0] == pictures[1]
+
+
+def test_plot_reports(tmp_path: Path) -> None:
+    """Pictures of a benchmark and of an evaluation, from the parts of their files that are drawn."""
+    draw = runpy.run_path(str(FOLDER / "plot_reports.py"))["draw"]
+    speeds = {"plain": [2.0, 1.5, 2.5], "same_passes": [1.6, 1.2, 1.9]}
+    rows = [
+        {"set": "s", "batch": 0, "temperature": 0.0, "contestant": name, "family": name, **speeds}
+        for name in ("fixed 3", "plain")
+    ]
+    points = [{"verification_rate": 0.5, "discard_rate": 0.2}, {"verification_rate": 0.4, "discard_rate": 0.6}]
+    bench, evaluation = tmp_path / "results.json", tmp_path / "evaluation.json"
+    bench.write_text(json.dumps({"settings": {"temperatures": [0.0]}, "summary": rows}))
+    evaluation.write_text(json.dumps({"sets": {"heldout": {"1": {"curves": {"head": points, "fixed": points}}}}}))
+    for file, picture in ((bench, "speed-up-0.png"), (evaluation, "curve-heldout-1.png")):
+        draw(file)
+        with Image.open(tmp_path / picture) as image:
+            assert min(image.size) > 300
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="has no such drafts")

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +42,6 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
         torch.set_num_threads(config.threads)
     benchmark = Benchmark.load(config)
     settings, target = benchmark.settings, benchmark.target
-    if config.assistant is None and config.layers is None and not config.lookup and not config.mtp:
-        drafts = benchmark.assistant.ready_drafter().places
-        chosen = f"the draft is {settings['draft_name']}" if drafts else "candidates are looked up in the text"
-        console.print(f"Without --assistant or --layers {chosen}.", soft_wrap=True)
     log = RunLog(config.output, settings)
     show_bars()  # again, after loading without bars
     LiveBenchmark(benchmark, log).run(benchmark.asked)
@@ -59,7 +54,7 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     load = f", other processes keeping {busy:.1f} of {where['processors']} processors busy" if busy else ""
     facts = {"command": command(), "device": where["device"] + load, "dtype": settings["dtype"]}
     results: dict[str, Any] = {
-        "command": command(), "environment": where, "pictures": find_spec("matplotlib") is not None,
+        "command": command(), "environment": where,
         "settings": {
             **settings, "temperatures": benchmark.config.temperatures,
             "products": benchmark.assistant.setup().described_products(target),
@@ -69,10 +64,10 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
         "mismatches": mismatches(rows, benchmark.asked, target, load_tokenizer(config.target).decode),
         "runs": rows,
     }  # fmt: skip
-    report.write(results, config.output)
+    save_text(json.dumps(results) + "\n", config.output / RESULTS)
+    save_text(report.markdown(results), config.output / "report.md")
     report.print_report(results, console)
-    pictures = "pictures" if results["pictures"] else "no pictures, which need matplotlib"
-    console.print(f"Written to {config.output}: {RESULTS}, report.md, {pictures}.")
+    console.print(f"Written to {config.output}: {RESULTS}, report.md.")
     if lossless := report.lossless(results):
         fastest = overall(results["summary"], benchmark.config.temperatures[0])
         console.print(f"next      {next_step(fastest, benchmark.contestants, benchmark.assistant)}", soft_wrap=True)

@@ -1,20 +1,15 @@
-"""Reports of a benchmark: tables on the terminal, Markdown, and pictures (`plot_speeds`)."""
+"""Reports of a benchmark: tables on the terminal, and Markdown."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
-from hf_specdecpp.benchmark.questions import RESULTS
 from hf_specdecpp.benchmark.summary import FIRST, Row, best_of_families, busy_elsewhere, overall, too_close, verdict_of
-from hf_specdecpp.figures import COLOURS, new_figure, save
-from hf_specdecpp.files import save_text
 
 WIDTH = 100
 _BATCHES = (
@@ -50,15 +45,6 @@ COLUMNS = (
     Column("prompts", None, lambda row: str(row["prompts"])),
     Column("disturbed", None, lambda row: str(row["disturbed"])),
 )
-
-
-def write(results: dict[str, Any], folder: Path) -> None:
-    """Write the results as JSON, as Markdown, and, if matplotlib is installed, as pictures."""
-    save_text(json.dumps(results) + "\n", folder / RESULTS)
-    save_text(markdown(results), folder / "report.md")
-    for temperature in results["settings"]["temperatures"] if results["pictures"] else ():
-        if rows := overall(results["summary"], temperature):
-            plot_speeds(rows, folder / f"speed-up-{temperature:g}.png", mode(temperature))
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
@@ -146,10 +132,6 @@ def counts(mismatch: Row, results: dict[str, Any]) -> bool:
 
 def markdown(results: dict[str, Any]) -> str:
     settings, where, summary = results["settings"], results["environment"], results["summary"]
-
-    def picture(name: str, temperature: float) -> list[str]:
-        return [f"![{name}]({name}-{temperature:g}.png)"] if results["pictures"] else []
-
     parts = ["# Benchmark", *notes(results), f"Made by\n\n```console\n{results['command']}\n```"]
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "hf_specdecpp"))
     parts.append(f"{versions}; seed {settings['seed']}, up to {settings['max_new_tokens']} new tokens.")
@@ -157,7 +139,7 @@ def markdown(results: dict[str, Any]) -> str:
         here = [row for row in summary if row["temperature"] == temperature]
         if rows := [row for row in here if not row["batch"]]:
             text = verdict_of(overall(summary, temperature))
-            parts += [f"## {mode(temperature)}, measured", text, *picture("speed-up", temperature), _live_table(rows)]
+            parts += [f"## {mode(temperature)}, measured", text, _live_table(rows)]
         if rows := [row for row in here if row["batch"]]:
             parts += [f"## {mode(temperature)}, batches", _BATCHES, _live_table(rows)]
     return "\n\n".join([*parts, *_checks(results)]) + "\n"
@@ -199,20 +181,3 @@ def markdown_table(header: Sequence[object], lines: Sequence[Sequence[object]]) 
 
 def mode(temperature: float) -> str:
     return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
-
-
-def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:
-    """Draw the best setting of each family: median speed relative to plain generation, and to it on the same passes."""
-    best = [row for row in best_of_families(rows) if row["contestant"] != PLAIN.name][::-1]
-    figure, axes = new_figure(7.5, 1.6 + 0.5 * len(best))
-    ratios = {"plain": "over plain generate()", "same_passes": "over plain generate(), same passes"}
-    for number, (ratio, label) in enumerate(ratios.items()):
-        speeds, lows, highs = zip(*(row[ratio] for row in best), strict=True)
-        errors = [[max(a - b, 0.0) for a, b in zip(*ends, strict=True)] for ends in ((speeds, lows), (highs, speeds))]
-        places = [place + 0.2 - 0.4 * number for place in range(len(best))]
-        axes.barh(places, speeds, height=0.38, xerr=errors, color=COLOURS[number], capsize=3, label=label)
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(best)), [row["contestant"] for row in best])
-    axes.set(xlabel="relative speed, median of prompts", title=f"Best setting of each rule ({how})")
-    figure.legend(frameon=False, loc="outside lower center", ncols=2)
-    save(figure, path)

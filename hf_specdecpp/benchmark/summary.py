@@ -176,10 +176,7 @@ def next_step(rows: Sequence[Row], contestants: Sequence[Contestant], assistant:
     if not ours or ours[0]["plain"][0] < PAYS:
         return _instead(assistant, any(each.alone for each in contestants))
     best = max(too_close(ours), key=lambda row: row["tokens_per_second"])
-    rivals = [row["contestant"] for row in too_close(ours) if row is not best]
-    rivals += ["plain generate()"] if best["plain"][1] <= 1.0 else []
-    more = f"  # {best['contestant']}, not significantly faster than {_some(rivals)}: {MORE}"
-    return _kept(by_name[best["contestant"]], assistant) + (more if rivals else "")
+    return _kept(by_name[best["contestant"]], assistant)
 
 
 def _some(names: Sequence[str]) -> str:

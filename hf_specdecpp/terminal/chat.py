@@ -47,8 +47,7 @@ def run(config: ChatConfig, console: Console) -> None:
     chat.talk()
     if chat.stats is not None:
         chat.say(f"\n{chat.stats.verdict}")
-        draft = config.flags(assistant.kind.name)
-        chat.say(f"Measure more: specdecpp bench --target {config.target} {draft} --quick")
+        chat.say(config.next_step(assistant.kind.name))
 
 
 class Chat:

@@ -88,8 +88,7 @@ def run(config: DemoConfig, console: Console) -> None:
         values = each.stats.tokens_per_pass, gain([each]), gain([each], "by_clock")
         table.add_row(each.kind, str(len(each.plain[0].ids)), *(f"{value:.2f}" for value in values))
     console.print("", table, "", sep="\n")
-    draft = config.flags(assistant.kind.name)
-    console.print(f"Measure more: specdecpp bench --target {config.target} {draft} --quick", soft_wrap=True)
+    console.print(config.next_step(assistant.kind.name), soft_wrap=True)
     speed = f"{gain(compared):.2f} times as fast as plain generate(), in CPU time"
     console.print(speed, style="bold", soft_wrap=True)
 

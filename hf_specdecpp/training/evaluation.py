@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch.nn import functional
 
 from hf_specdecpp.estimation.estimators import LAGS, MODES
 from hf_specdecpp.estimation.metrics import auc
-from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
+from hf_specdecpp.figures import ratio_of_sums
+from hf_specdecpp.hub.exporting import COST_RATIO
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import features, recorded_chains
@@ -26,13 +26,11 @@ from hf_specdecpp.training.trainers import save_json
 FOLDER, REPORT = "evaluation", "evaluation.json"
 LENGTHS = range(1, 15)  # fixed lengths
 THRESHOLDS = [i / 40 for i in range(1, 40)] + [0.98, 0.99, 0.995]
-# Time of a draft step in target passes, to choose the best fixed length; measured for the paper's models.
-COST_RATIO = 0.2
 
 
 def run(config: TrainingConfig) -> dict[str, Any]:
     """Evaluate the calibrated head on the held-out prompts that calibration did not use, and on every test set. Returns
-    the report; `work/evaluation` has it with pictures. `ValueError` if there is no head, or there are no rollouts."""
+    the report, which is in `work/evaluation`, too. `ValueError` if there is no head, or there are no rollouts."""
     folder = config.work / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     made = Trained.load(config)
@@ -60,7 +58,7 @@ def acceptance_by_rank(made: Trained) -> dict[str, list[float]]:
 
 
 def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
-    """The report of one set at one temperature; also writes the picture."""
+    """The report of one set at one temperature."""
     rows = recorded_chains.record(made, split, sampling)
     if split == "heldout":
         measuring = ~calibration_half(made, sampling, rows["text"])
@@ -68,8 +66,6 @@ def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
     estimates = all_estimates(made, rows, sampling.greedy)
     label, index = rows["label"].double(), rows["index"]
     curves = rule_curves(*survivals(rows, estimates, made.head.inputs))
-    picture = made.config.work / FOLDER / f"curve-{split}-{sampling.temperature:g}.png"
-    plot_curves(curves, picture, f"Where to stop drafting ({split}, temperature {sampling.temperature:g})")
     return {
         "texts": len(rows["text"].unique()),
         "chains": int((index == 0).sum()),
@@ -125,7 +121,7 @@ def rule_curves(true: Tensor, judged: Mapping[str, Tensor]) -> dict[str, list[Ou
 def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
     """`at_best`: the outcome of the best fixed length, and at its verification rate, for each other rule, the discard
     rate and the share of discards that the rule saves (`None` outside the rule's curve)."""
-    best = min(curves["fixed"], key=lambda point: time_per_token(point, COST_RATIO))
+    best = min(curves["fixed"], key=time_per_token)
     at = {name: discards_at(points, best.verification_rate) for name, points in curves.items() if name != "fixed"}
     fewer = {
         name: 1.0 - rate / best.discard_rate if rate is not None and best.discard_rate > 0 else None
@@ -135,23 +131,9 @@ def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any
     return {"at_best": found}
 
 
-def time_per_token(point: Outcome, cost_ratio: float) -> float:
+def time_per_token(point: Outcome, cost_ratio: float = COST_RATIO) -> float:
     """Time per generated token in target passes (SpecDec++, equation 2.1 and N + N_discarded = N_draft + N_target)."""
     return cost_ratio * (1.0 + point.discard_rate - point.verification_rate) + point.verification_rate
-
-
-def plot_curves(curves: Mapping[str, Sequence[Outcome]], path: Path, title: str) -> None:
-    """Write a picture of discard rate against verification rate, with a line for each rule."""
-    figure, axes = new_figure(7, 5)
-    for (name, points), colour, marker in zip(curves.items(), COLOURS, MARKERS, strict=False):
-        x, y = [point.verification_rate for point in points], [point.discard_rate for point in points]
-        width = 2.2 if name == "head" else 1.2
-        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=width, label=name)
-    axes.set(xlabel="verification rate: target passes per generated token", title=title, ylim=(0, None))
-    axes.set_ylabel("discard rate: discarded candidates per generated token")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, title="stopping rule (down and left is better)")
-    save(figure, path)
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,14 @@
 """`export`: an assistant's draft as a folder that drafts the same elsewhere, in full or not at all."""
 
+import itertools
 import json
+import os
+import shlex
 import shutil
+import subprocess
+import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import serving
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.hub.exporting import export
+from hf_specdecpp.hub.exporting import draft_length, export
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model
 
@@ -83,7 +91,8 @@ def test_an_independent_draft_has_its_adapter_merged(tmp_path: Path) -> None:
     assert torch.equal(logits_along(again, prompt(40)), logits_along(assistant.ready_drafter().model, prompt(40)))
     assert not torch.equal(logits_along(again, prompt(40)), logits_along(load_model(draft), prompt(40)))
     assert not hasattr(again, "peft_config")
-    assert [note.split(",")[0] for note in exported.notes] == ["Engines draft a fixed number of tokens"]
+    (note,) = exported.notes
+    assert note.startswith("Each round has 4 candidates (the length of its rule). Engines do not use the stopping")
     assert greedy(target, again) == greedy(target)
 
 
@@ -143,7 +152,82 @@ def test_tokens_a_round(speculation: SpeculationConfig, count: int, tmp_path: Pa
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (written["num_assistant_tokens"], written["num_assistant_tokens_schedule"]) == (count, "constant")
     assert f'"num_speculative_tokens":{count}' in exported.commands["vLLM"][0]
-    assert f"here {count}," in exported.notes[-1]
+    assert f"Each round has {count} candidates (" in exported.notes[-1]
+
+
+@pytest.mark.parametrize(("rates", "count"), [({"greedy": [0.55]}, 2), ({"greedy": [0.9, 0.1]}, 7),
+                                              ({"sampled": [0.05]}, 1), ({"greedy": [1.0]}, 8), ({}, 3)])  # fmt: skip
+def test_tokens_a_round_by_the_measured_acceptance(rates: dict[str, list[float]], count: int) -> None:
+    """The least time per token of those lengths, counted here by hand: at 0.55 1.4 / 1.8525 for two candidates, against
+    1.2 / 1.55 for one and 1.6 / 2.0189 for three."""
+    found, reason = draft_length(SpecDecPPConfig(acceptance_by_rank=rates))
+    assert found == count
+    a = next(iter(rates.values()), [0.0])[0]
+    assert f"acceptance of {a:.2f}" in reason if rates else "no acceptance was measured" in reason
+    if rates:
+        times = [(1 + 0.2 * k) / sum(a**place for place in range(k + 1)) for k in range(1, 9)]
+        assert times[found - 1] == min(times)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "llama.cpp"])
+def test_one_engine_gets_a_script(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs where it was written, converts only once, and passes its arguments on: programs that note their arguments
+    take the places of the engine's."""
+    SpecDecPPAssistant.from_early_exit(save_target(tmp_path / "target"), 2).save_pretrained(tmp_path / "assistant")
+    monkeypatch.chdir(tmp_path)
+    exported = export("assistant", "my draft", to=to)
+    assert list(map(str.lower, exported.commands)) == [to]
+    assert any("loader" in note for note in exported.notes)
+    (commands,) = exported.commands.values()
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("vllm", "python", "llama-server"):
+        (programs / name).write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@" >> "{tmp_path}/asked"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.chdir("/")
+    runs = []
+    for _ in range(2):
+        subprocess.run([tmp_path / "my draft" / "serve.sh", "--port", "8001"], check=True)
+        runs.append((tmp_path / "asked").read_text().splitlines())
+        (tmp_path / "asked").unlink()
+        (tmp_path / "my draft.gguf").touch()
+    words = [shlex.split(command) for command in commands]
+    assert runs[0] == [*itertools.chain(*words), "--port", "8001"]
+    assert runs[1] == [*words[-1], "--port", "8001"]
+
+
+def test_other_engines_are_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"to='ollama' must be one of vllm, sglang, llama\.cpp"):
+        export(tmp_path / "no such assistant", tmp_path / "out", to="ollama")
+
+
+def test_vllm_reads_the_configs_if_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for vLLM's arguments: what it refuses is deleted."""
+    asked: list[dict[str, Any]] = []
+
+    class EngineArgs:
+        def __init__(self, **arguments: Any) -> None:
+            asked.append(arguments)
+
+        def create_engine_config(self) -> None:
+            assert Path(asked[-1]["speculative_config"]["model"], "config.json").is_file()
+            if len(asked) > 1:
+                raise ValueError("the draft has no tokens")
+
+    for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils"):
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["vllm.engine.arg_utils"].EngineArgs = EngineArgs  # type: ignore[attr-defined]
+    SpecDecPPAssistant.from_early_exit(save_target(tmp_path / "target"), 2).save_pretrained(tmp_path / "assistant")
+    exported = export(tmp_path / "assistant", tmp_path / "out", to="vllm")
+    assert exported.notes[-1] == "vLLM's own loader accepts the configs of target and draft."
+    assert asked[0]["model"] == str(tmp_path / "target")
+    assert asked[0]["speculative_config"]["num_speculative_tokens"] == 3
+    with pytest.raises(ValueError, match="has no tokens"):
+        export(tmp_path / "assistant", tmp_path / "other", to="vllm")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_conditioned_draft_is_refused(tmp_path: Path) -> None:

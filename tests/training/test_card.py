@@ -232,7 +232,6 @@ def test_the_card_names_the_runs_that_came_before(run: TrainingConfig) -> None:
 @pytest.mark.takes(2)
 def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_chains, "STARTS", 3)
-    monkeypatch.setattr(evaluation, "plot_curves", lambda *_: None)  # test_evaluation.py looks at those
     config = training_run(tmp_path, early_exit=True, epochs=1.0)
     config.distill, config.target_id = DistillConfig(rank=2, batch_size=4), "org/target"
     config.speculation = {"cpu_products": "off"}

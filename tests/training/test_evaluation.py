@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from support.enumeration.toy_rounds import draft_chain
 from support.runs.training_files import evaluated, training_run
 from support.targets.models import VOCAB_SIZE
@@ -47,20 +46,16 @@ def report(fitted: TrainingConfig) -> Any:
     return json.loads((fitted.work / "evaluation" / "evaluation.json").read_text())
 
 
-def test_the_report(fitted: Any, report: Any) -> None:
-    folder = fitted.work / "evaluation"
+def test_the_report(report: Any) -> None:
     assert (report["dtype"], report["device"].split()[0]) == ("float32", "CPU")
     temperatures_of = {name: list(temperatures) for name, temperatures in report["sets"].items()}
     assert temperatures_of == dict.fromkeys(("heldout", "sums"), ["1", "0"])
-    for name, temperatures in report["sets"].items():
-        for temperature, part in temperatures.items():
+    for temperatures in report["sets"].values():
+        for part in temperatures.values():
             assert set(part["estimators"]) == {"head", "draft probability"}
             assert all(0 <= e["ece"] <= 1 and 0 <= e["auc"] <= 1 for e in part["estimators"].values())
             assert set(part["curves"]) == {"head", "draft probability", "fixed"}
             assert set(part["equal_verification"]["at_best"]["fewer_discards"]) == set(part["curves"]) - {"fixed"}
-            if fitted.head.inputs == "before":
-                with Image.open(folder / f"curve-{name}-{temperature}.png") as image:
-                    assert min(image.size) > 500
 
 
 def test_only_heldout_prompts_that_the_calibration_did_not_use(report: Any) -> None:

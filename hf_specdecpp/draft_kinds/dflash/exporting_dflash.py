@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping
 from hf_specdecpp.draft_kinds.dflash.config_dflash import TRANSFORMERS, DFlashSettings
@@ -20,18 +20,16 @@ from hf_specdecpp.draft_kinds.draft_kind import Config, Tensors
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
-from hf_specdecpp.serving import Destination, Exported
+from hf_specdecpp.serving import AS_DSPARK, TEMPERATURES, Destination, Exported, commands_for
 
-TEMPERATURES = "confidence_temperatures.json"  # of SGLang: a factor for each place
 RANK = 8  # of a Markov head of zeros
 NAMED = {"architectures": ["DSparkDraftModel"]}
 MARKOV, CONFIDENCE = "markov_head.markov_", "confidence_head."
-NOTES = [
+NOTE = (
     "The confidence head decides how many candidates are verified: with enable_adaptive_verification (vLLM), "
-    f"SGLANG_RAGGED_VERIFY_MODE and a temperature for each place in {TEMPERATURES} (SGLang), or --spec-draft-conf-min, "
-    "the least confidence, which has to be tuned (llama.cpp). The calibration learned while generating stays here.",
-    "These files and commands follow the engines' sources; they have not been run with an engine.",
-]
+    f"SGLANG_RAGGED_VERIFY_MODE and a temperature for each place in {TEMPERATURES} (SGLang), or --spec-draft-p-min, "
+    "the least confidence, which has to be tuned (llama.cpp). The calibration learned while generating stays here."
+)
 
 
 def write_dspark(raw: Config, tensors: Tensors, settings: DFlashSettings, to: Destination) -> Exported:
@@ -59,42 +57,23 @@ def write_dspark(raw: Config, tensors: Tensors, settings: DFlashSettings, to: De
         written[f"{MARKOV}w1.weight"] = like.new_zeros(vocab_size, RANK)
         written[f"{MARKOV}w2.weight"] = like.new_zeros(settings.draft_vocab_size or vocab_size, RANK)
     folded, temperatures = fold(head, settings.places)
+    rank = written[f"{MARKOV}w1.weight"].shape[1]
+    weight = folded[f"{CONFIDENCE}proj.weight"]  # llama.cpp reads no head without inputs for the Markov embedding
+    folded[f"{CONFIDENCE}proj.weight"] = functional.pad(weight, (0, size + rank - weight.shape[1]))
     fields = {
         "block_size": settings.block_size,
         "mask_token_id": settings.mask_token_id,
         "sample_from_anchor": settings.samples_anchor,
-        "markov_rank": written[f"{MARKOV}w1.weight"].shape[1],
+        "markov_rank": rank,
         "markov_head_type": getattr(settings, "markov_head", "vanilla"),
         "enable_confidence_head": True,
-        "confidence_head_with_markov": head.hidden_size > size,
+        "confidence_head_with_markov": True,
     }
     save_tensors(written | folded, to.folder / CHECKPOINT)
     save_text(json.dumps({"temperatures": temperatures}) + "\n", to.folder / TEMPERATURES)
     described = config_of(raw, fields, settings.reads)
     save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
-    return Exported(commands_for(to, settings.places), [*NOTES])
-
-
-def commands_for(to: Destination, places: int) -> dict[str, list[str]]:
-    """Return shell commands that serve a draft of `places` candidates and act on its confidence head, by engine."""
-    target, draft, gguf = to.target or "TARGET", str(to.output), f"{to.output}.gguf"
-    settings = {"method": "dspark", "model": draft, "num_speculative_tokens": places}
-    vllm = json.dumps({**settings, "enable_adaptive_verification": True}, separators=(",", ":"))
-    words = {
-        "vLLM": [["vllm", "serve", target, "--speculative-config", vllm]],
-        "SGLang": [
-            ["env", "SGLANG_RAGGED_VERIFY_MODE=compact", "python", "-m", "sglang.launch_server"]
-            + ["--model-path", target, "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", draft]
-            + ["--speculative-num-draft-tokens", str(places + 1)]  # counts the last token of the sequence
-            + ["--speculative-dspark-confidence-sts-path", f"{draft}/{TEMPERATURES}"]
-        ],
-        "llama.cpp": [
-            ["python", "convert_hf_to_gguf.py", draft, "--target-model-dir", target, "--outfile", gguf],
-            ["llama-server", "-m", f"{Path(target).name}.gguf", "--spec-type", "draft-dspark", "-md", gguf]
-            + ["--spec-draft-n-max", str(places), "--spec-draft-conf-min", "0.5"],
-        ],
-    }
-    return {engine: [shlex.join(command) for command in commands] for engine, commands in words.items()}
+    return Exported(commands_for(replace(to, num_tokens=settings.places), AS_DSPARK), [NOTE])
 
 
 def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class DFlash(PublishedKind):
     settings_class = DFlashSettings
     model_class: ClassVar[type[DFlashModel]] = DFlashModel
     drafter: ClassVar[type[DFlashDraft]] = DFlashDraft
-    served_by = f"vLLM and SGLang serve it from its own repository, with the method dflash. {HEADS}"
+    served_by = f"vLLM, SGLang and llama.cpp (converted) serve its own repository, with the method dflash. {HEADS}"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         blocks = f"DFlash blocks, which read states of {target}"

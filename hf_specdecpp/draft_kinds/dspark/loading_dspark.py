@@ -32,7 +32,7 @@ class DSpark(DFlash):
     name = "dspark"
     title = "DSpark draft"
     settings_class, model_class, drafter = DSparkSettings, DSparkModel, DSparkDraft
-    served_by = f"vLLM and SGLang serve it from its own repository, with the method dspark. {HEADS}"
+    served_by = f"vLLM, SGLang and llama.cpp (converted) serve its own repository, with the method dspark. {HEADS}"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         blocks = f"DSpark blocks, which read states of {target}"

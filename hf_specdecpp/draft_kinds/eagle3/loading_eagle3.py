@@ -242,7 +242,7 @@ def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict
     """Return the `config.json` of an export; `ValueError` if the draft's layers are not Llama's.
 
     The usual layers to read are not listed, since engines interpret ids differently. Others are listed twice: as ids of
-    layer outputs in `eagle_config` (SGLang), and as ids of layer inputs at the top level (vLLM).
+    layer outputs in `eagle_config` (SGLang), and as ids of layer inputs at the top level (vLLM, llama.cpp).
 
     Example: with a target of 32 layers `reads=[1, 15, 28]` is not listed; `[3, 15, 28]` is listed as `[3, 15, 28]` in
     `eagle_config` and as `[4, 16, 29]` at the top level.
@@ -285,11 +285,12 @@ def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
     if reads != usual_reads(depth):
         found.append(
             f"The draft reads the outputs of layers {reads} of its target, where {usual_reads(depth) or 'others'} are "
-            "usual: llama.cpp, and vLLM and SGLang before 2026, read the usual ones whatever the config says, and "
-            "would draft badly."
+            "usual: vLLM and SGLang before 2026, and llama.cpp before July 2026, read the usual ones whatever the "
+            "config says, and would draft badly."
         )
-    flags = [name for name in ("fc_norm", "norm_output", "norm_before_fc") if getattr(settings, name)]
-    if flags:
+    if len(reads) != config_eagle3.NUM_USUAL:
+        found.append(f"The draft reads {len(reads) or 1} layers of its target; llama.cpp loads drafts that read three.")
+    if flags := [name for name in ("fc_norm", "norm_output", "fc_bias") if getattr(settings, name)]:
         found.append(
             f"The draft has {' and '.join(flags)} (EAGLE-3.1): new versions of vLLM and SGLang serve that, llama.cpp "
             "and older ones do not."

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.draft_kinds.dflash.exporting_dflash import TEMPERATURES
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.serving import TEMPERATURES
 from hf_specdecpp.training.recorded_chains import target_states
 
 
@@ -65,7 +65,7 @@ def test_the_fields_stand_where_engines_read_them(name: str, tmp_path: Path) -> 
     rank = 8 if name == "DFlash" else dspark_files.RANK
     wanted = {
         "markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": True,
-        "confidence_head_with_markov": name != "DFlash", "sample_from_anchor": name in ("deepspec", "specforge"),
+        "confidence_head_with_markov": True, "sample_from_anchor": name in ("deepspec", "specforge"),
         "block_size": 5 if name == "DFlash" else dspark_files.BLOCK,
     }  # fmt: skip
     places = [raw] if name == "speculators" else [raw, raw["dflash_config"]]
@@ -75,8 +75,9 @@ def test_the_fields_stand_where_engines_read_them(name: str, tmp_path: Path) -> 
         assert all(place["target_layer_ids"] == reads for place in places)
         assert raw["dflash_config"]["projector_type"] == "dspark"
     assert raw["architectures"] == ["Qwen3DSparkModel" if name == "deepspec" else "DSparkDraftModel"]
-    width = HIDDEN + (0 if name == "DFlash" else rank)
-    assert tensors["confidence_head.proj.weight"].shape == (1, width)
+    weight = tensors["confidence_head.proj.weight"]
+    assert weight.shape == (1, HIDDEN + rank), "as wide with a Markov head of zeros, which llama.cpp expects"
+    assert bool(weight[:, HIDDEN:].any()) is (name != "DFlash")
     assert tensors["confidence_head.proj.bias"].shape == (1,)
     if name == "DFlash":
         assert not any(tensors[f"markov_head.markov_w{part}.weight"].any() for part in (1, 2))
@@ -92,9 +93,9 @@ def test_commands_act_on_the_head(tmp_path: Path) -> None:
     assert "--speculative-num-draft-tokens 5" in sglang, "with the last token of the sequence"
     assert f"out/{TEMPERATURES}" in sglang
     assert "--spec-type draft-dspark" in llama
-    assert "--spec-draft-n-max 4 --spec-draft-conf-min 0.5" in llama
+    assert "--spec-draft-n-max 4 --spec-draft-p-min 0.5" in llama
     assert "--target-model-dir org/target" in convert
-    assert not any("take no stopping rule" in note for note in exported.notes)
+    assert not any("do not use the stopping rule" in note for note in exported.notes)
 
 
 def test_a_head_that_reads_the_candidate_is_refused(tmp_path: Path) -> None:
