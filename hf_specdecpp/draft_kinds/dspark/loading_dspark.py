@@ -16,7 +16,16 @@ from hf_specdecpp.draft_kinds.acceptance import agreement, texts_for
 from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, target_of
 from hf_specdecpp.draft_kinds.dflash.loading_dflash import HEADS, DFlash, with_own_modules
 from hf_specdecpp.draft_kinds.draft_kind import Config, pinned
-from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings, is_embedded, nested, read_block, read_settings
+from hf_specdecpp.draft_kinds.dspark.config_dspark import (
+    GEMMA4,
+    DSparkSettings,
+    architectures,
+    is_embedded,
+    nested,
+    read_block,
+    read_settings,
+)
+from hf_specdecpp.draft_kinds.dspark.gemma4_layers import with_values
 from hf_specdecpp.draft_kinds.dspark.modeling_dspark import DSparkDraft, DSparkModel
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -54,6 +63,8 @@ class DSpark(DFlash):
         if {**raw, **nested(raw)}.get("rope_is_neox_style") is False:
             size = read_block(raw).layer_config().head_dim
             tensors = {name: in_halves(name, tensor, size) for name, tensor in tensors.items()}
+        if GEMMA4 in architectures(raw) and raw.get("attention_k_eq_v"):
+            tensors = with_values(tensors)
         return super().read(raw, tensors, source)
 
     def head_of(self, module: Any) -> AcceptanceHead | None:
