@@ -44,7 +44,7 @@ def in_gemma4(block: DFlashSettings, raw: Mapping[str, Any], named: Mapping[str,
 def with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a draft whose keys are its values (`attention_k_eq_v`), with a `v_proj` of its `k_proj`."""
     keys = {name: tensor for name, tensor in tensors.items() if name.endswith(".k_proj.weight")}
-    return {**{name.replace("k_proj", "v_proj"): tensor for name, tensor in keys.items()}, **tensors}
+    return {**{name.replace("k_proj", "v_proj"): tensor.clone() for name, tensor in keys.items()}, **tensors}
 
 
 class Values(nn.Linear):

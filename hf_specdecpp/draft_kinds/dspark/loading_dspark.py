@@ -80,7 +80,8 @@ class DSpark(DFlash):
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
         """If the repository does not say which row proposes the first candidate, measures the `agreement` of both
-        readings, keeps the better one, and sets `module.agreement`. Without a tokenizer that fits, takes the usual."""
+        readings, keeps the better one, and sets `module.agreement`. Without a tokenizer that fits, takes the usual. A
+        warning names a choice that was not measured, or is not the usual."""
         super().bind(module, target, name, dtype)
         module.agreement, usual = [], module.settings
         if usual.says_layout or usual.block_size < 2:
@@ -94,7 +95,7 @@ class DSpark(DFlash):
         module.settings = replace(usual, samples_anchor=chosen, says_layout=bool(rates))  # measured once
         module.agreement = rates.get(chosen, [])
         found = ", and ".join(f"{shares[0]:.0%} as {ROWS[first]}" for first, shares in rates.items())
-        log = logger.info if rates else logger.warning
+        log = logger.info if rates and chosen == usual.samples_anchor else logger.warning
         log(
             f"{name} does not say which row of a block proposes the first candidate (sample_from_anchor). That is "
             f"taken to be {ROWS[chosen]}: the first candidates {f'agree to {found}' if found else 'are not known'}."
