@@ -7,7 +7,16 @@ import pytest
 import torch
 from support.files.checkpoints import HIDDEN, edited
 from support.files.dspark_files import (
-    DEPTH, GREEDY, IDS, RANK, VARIANTS, VOCAB, YARN, Checkpoint, Formulas, target_for,
+    DEPTH,
+    GREEDY,
+    IDS,
+    RANK,
+    VARIANTS,
+    VOCAB,
+    YARN,
+    Checkpoint,
+    Formulas,
+    target_for,
 )  # fmt: skip
 from support.targets.formulas import states_of
 from support.targets.models import prompt
