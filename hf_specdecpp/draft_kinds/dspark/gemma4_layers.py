@@ -29,12 +29,15 @@ ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta"
 
 
 def in_gemma4(block: DFlashSettings, raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DFlashSettings:
-    """Return the settings of a block with such layers, whose heads are counted in the tensors of the first layer."""
+    """Return the settings of a block with such layers. Numbers of heads that the config lacks (newer ones have them by
+    layer of the target, `per_layer_config`) are counted in the tensors of the first layer."""
     first, layer = "layers.0.self_attn", dict(block.layer)
-    head_dim, width = (len(named.get(f"{first}.{part}.weight", ())) for part in ("k_norm", "k_proj"))
+    size, width = (len(named.get(f"{first}.{part}.weight", ())) for part in ("k_norm", "k_proj"))
+    head_dim = raw.get("global_head_dim") or size
+    shared = raw.get("num_global_key_value_heads") if raw.get("attention_k_eq_v") else None
     layer |= {
         "head_dim": head_dim or None,
-        "num_key_value_heads": width // max(head_dim, 1) or None,
+        "num_key_value_heads": shared or width // max(head_dim, 1) or None,
         "hidden_act": raw.get("hidden_activation", "gelu_pytorch_tanh"),
         "rope_parameters": {**ROPE, **mapping(mapping(raw, "rope_parameters"), FULL)},
     }

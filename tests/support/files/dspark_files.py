@@ -44,6 +44,7 @@ class Checkpoint:
     seed: int = 0
     block: int = BLOCK
     keys_are_values: bool = True  # in layers of Gemma 4
+    counted: bool = False  # the config does not have their heads
 
     @property
     def places(self) -> int:
@@ -131,8 +132,10 @@ class Checkpoint:
             rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 77.0},
                     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5,
                                        "rope_theta": GEMMA_THETA}}  # fmt: skip
-            noise = {"head_dim": 6, "num_key_value_heads": 4, "global_head_dim": HEAD_DIM, "sliding_window": 2,
+            noise = {"head_dim": 6, "num_key_value_heads": 4, "sliding_window": 2,
                      "layer_types": ["sliding_attention"] * 40, "hidden_size_per_layer_input": 0}  # fmt: skip
+            if not self.counted:
+                noise |= {"global_head_dim": HEAD_DIM, "num_global_key_value_heads": KV_HEADS}
             return {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", **layer, **block, **heads,
                     "block_size": self.block, "target_model_type": "gemma4_unified", "rope_parameters": rope,
                     "rope_theta": ..., "hidden_act": ..., "hidden_activation": "gelu_pytorch_tanh", **noise,
@@ -178,9 +181,9 @@ VARIANTS: dict[str, Checkpoint] = {
     "deepspec, early names": Checkpoint(prefix="logit_head."),
     "deepspec, plain": Checkpoint(rank=0, confidence="none", own=True),
     "minicpm": Checkpoint("minicpm", rope="noise"),
-    "gemma4": Checkpoint("gemma4", own=True),
-    "gemma4, own values": Checkpoint("gemma4", head="rnn", keys_are_values=False),
-    "gemma4, plain": Checkpoint("gemma4", rank=0, confidence="none"),
+    "gemma4": Checkpoint("gemma4"),
+    "gemma4, own values": Checkpoint("gemma4", head="rnn", own=True, keys_are_values=False),
+    "gemma4, plain": Checkpoint("gemma4", rank=0, confidence="none", counted=True),
     "liquid": Checkpoint("liquid", head="gated"),
     "specforge": Checkpoint("specforge", head="rnn", rope="yarn"),
     "specforge, fills in": Checkpoint("specforge", fills_in=True, says="field", confidence="state"),
