@@ -40,8 +40,8 @@ def run(config: TrainingConfig) -> dict[str, Any]:
         split: {f"{each:g}": _evaluate(made, split, config.sampling(each)) for each in config.rollouts.temperatures}
         for split in ("heldout", *sets_to_evaluate(config))
     }
-    report = {"device": device_name(made.target.device), "dtype": str(made.target.dtype).removeprefix("torch.")}
-    report |= {"acceptance_by_rank": acceptance_by_rank(made), "sets": sets}
+    where = {"device": device_name(made.target.device), "dtype": str(made.target.dtype).removeprefix("torch.")}
+    report = {**where, "acceptance_by_rank": acceptance_by_rank(made), "sets": sets}
     save_json(report, folder / REPORT)
     return report
 

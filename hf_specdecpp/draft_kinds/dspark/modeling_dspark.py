@@ -70,6 +70,8 @@ class ConfidenceHead(nn.Module):
 class DSparkModel(DFlashModel):
     """The weights of a draft. `markov_head` and `confidence_head` are `None` in a draft without them."""
 
+    settings: DSparkSettings
+
     def __init__(self, settings: DSparkSettings) -> None:
         super().__init__(settings)
         size, vocab_size = self.config.hidden_size, self.config.vocab_size
