@@ -59,13 +59,11 @@ class ContextRows:
 
 
 class BlockLayer(Qwen3DecoderLayer):
-    """The weights of a layer, and its computation after the attention (`added`)."""
+    """The weights of a layer; `added` is its output for its input and for the output of its attention."""
 
-    def added(self, block: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output for its input and the output of its attention, all `[batch, b, hidden_size]`."""
+    def added(self, block: Tensor, attended: Tensor) -> Any:
         block = block + attended
-        output: Tensor = block + self.mlp(self.post_attention_layernorm(block))
-        return output
+        return block + self.mlp(self.post_attention_layernorm(block))
 
 
 class DFlashModel(PreTrainedModel):
@@ -82,8 +80,7 @@ class DFlashModel(PreTrainedModel):
         config = settings.layer_config()
         super().__init__(config)
         self.settings, self.reader = settings, Context(settings, config)
-        layers = [self.layer_class(config, place) for place in range(config.num_hidden_layers)]
-        self.layers: Any = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(self.layer_class(config, place) for place in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         vocab_size, size = config.vocab_size, config.hidden_size
