@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ class RoundRules:
         """Number of estimates of a chain of `count` candidates; with `inputs="after"` the last has none."""
         return 0 if self.estimator is None else max(count - max(lag_of(self.estimator), 0), 0)
 
-    @cached_property  # needed in every round, and computing it reads numbers from the device
+    @property
     def key(self) -> Hashable:
         """Everything here that a graph depends on."""
         both = self.draft_processing.processors, self.processing.processors
