@@ -153,7 +153,7 @@ class CapturedDraft:
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
         # Kept between sequences, because graphs read and write these caches.
-        self.caches = FixedCaches(steps.num_layers, self.device, budget)
+        self.caches = FixedCaches([inf] * steps.num_layers, self.device, budget)
         self._positions = torch.Size((texts, 1)) if texts > 1 else None
         self.context = self.source = FixedContext(self.caches, self._positions)
         self.pending = 0
@@ -174,7 +174,9 @@ class CapturedDraft:
         self.context = FixedContext(self.caches, self._positions)
         self.source = of_target if self.steps.shares_cache else self.context
         self.alive.fill_(1)
-        cache, end = self.context.with_capacity(count + self.most_rows), max(count - 1 - again, 0)
+        # Not smaller than the target's, which would grow it in the first round.
+        most, end = max(count + self.most_rows, of_target.cache.capacity), max(count - 1 - again, 0)
+        cache = self.context.with_capacity(most)
         if cache.prompt is not None:
             cache.prompt.shown.copy_(torch.arange(cache.capacity, device=self.device) >= padding[:, None])
             cache.prompt.offset.copy_(-padding[:, None])

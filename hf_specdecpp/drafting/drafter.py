@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_specdecpp.caches.masks import Nodes, chain_nodes, kept_chain_nodes, span
+from hf_specdecpp.caches.masks import Nodes, chain_nodes, kept_chain_nodes, span, why_not_in_place
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_cache_layers, pass_inputs, why_not_in_place
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, pass_inputs, windows_of
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
@@ -48,7 +48,7 @@ class Drafter(DraftModel, Draft):
         return for_capture(self, self.model, fuse=fuse)
 
     def why_not_captured(self) -> str | None:
-        if num_cache_layers(self.text_config) is None:
+        if windows_of(self.text_config) is None:
             return "not all of its layers are attention"
         if getattr(self.model, "is_quantized", False):
             return "it is quantised"
@@ -64,7 +64,7 @@ class ModelSteps(RoundSteps):
         self.drafter = drafter
         fusion = drafter.fusion
         super().__init__(drafter, vocab_size, drafter, None if fusion is None else fusion.width)
-        self.num_layers = num_cache_layers(drafter.text_config) or 0
+        self.num_layers = len(windows_of(drafter.text_config) or [])
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         drafter, begin = self.drafter, 0

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import isfinite
 from threading import Lock
 from typing import cast
 
 import torch
 
+from hf_specdecpp.caches.masks import why_not_in_place
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied, why_not_in_place
+from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
@@ -111,6 +113,9 @@ def _enter(
         usual.enter(passes)
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
     except torch.OutOfMemoryError:
+    further = max(text.max_length - text.length for text in texts)
+    passes.expected = int(further) + 2 * max(widths) + SPARE if isfinite(further) else 0
+    passes.caches.set_width(max(widths))
         raise
     except Exception as error:  # noqa: BLE001 - any forward may fail with our masks and caches
         cannot = passes.graphs.cannot(error)
