@@ -50,8 +50,6 @@ class Drafter(DraftModel, Draft):
     def why_not_captured(self) -> str | None:
         if windows_of(self.text_config) is None:
             return "not all of its layers are attention"
-        if getattr(self.model, "is_quantized", False):
-            return "it is quantised"
         if not causal_lm.takes_positions(causal_lm.inner_decoder(self.model)):
             return f"it {causal_lm.why_no_positions(causal_lm.inner_decoder(self.model))}"
         return why_not_in_place(self.model)
