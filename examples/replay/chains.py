@@ -201,7 +201,7 @@ class Confidence(Baseline):
     """Stop after a candidate that the draft itself finds unlikely: q(y) < bound (transformers' dynamic speculation)."""
 
     def signal(self, step: DraftStep) -> Tensor:
-        return step.q_of_token
+        return DraftProbability().estimate(step)
 
     def stops(self, signal: float | None) -> bool:
         return signal is not None and signal < self.bound

@@ -186,8 +186,8 @@ class FixedCache(Cache):
 
     def copy_from(self, smaller: FixedCache) -> None:
         """Copy a smaller cache."""
-        layers: list[Any] = self.layers
-        for ours, layer in zip(layers, smaller.layers, strict=True):
+        layers: list[Any] = list(zip(self.layers, smaller.layers, strict=True))
+        for ours, layer in layers:
             if layer.is_initialized:
                 ours.write(slice(layer.capacity), layer.keys, layer.values)
         self.length.copy_(smaller.length)
@@ -210,7 +210,8 @@ class FixedCache(Cache):
         """For each layer keys and values `[heads, n, size]` of a sequence's first tokens, without hidden ones. Those of
         tokens that have left a layer's window are arbitrary."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
-        layers: list[Any] = [layer for layer in self.layers if layer.is_initialized]
+        every: list[Any] = self.layers
+        layers = [layer for layer in every if layer.is_initialized]
         rows = [layer.rows_of(0, num_tokens)[shown] for layer in layers]
         return [(layer.keys[text][:, own], layer.values[text][:, own]) for layer, own in zip(layers, rows, strict=True)]
 

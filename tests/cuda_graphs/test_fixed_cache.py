@@ -121,10 +121,12 @@ def test_windows_are_read_and_written_back(length: int) -> None:
     small, large = (FixedCache(windows, capacity, CPU, spare=4) for capacity in (48, 64))
     small.read(before, length)
     large.copy_from(small)
-    assert {layer.capacity for layer in large.layers} == {min(windows) + 4, 64}
+    layers: list[Any] = large.layers
+    assert {layer.capacity for layer in layers} == {min(windows) + 4, 64}
     after = DynamicCache(config=model.config)
     large.write(after, length)
-    for one, other in zip(before.layers, after.layers, strict=True):
+    pairs: list[Any] = list(zip(before.layers, after.layers, strict=True))
+    for one, other in pairs:
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
 
@@ -150,7 +152,8 @@ def test_texts_longer_than_their_windows(mutant: str | None, rows: int, monkeypa
     # The comparison with the target's own passes notices rows that are overwritten too early.
     assert (assistant.stats.decided["rounds"] == "captured") == (mutant != "spare")
     window, caches = min(windows_of(target.config) or []), captured_target._known[target][1].caches
-    (kept,) = {layer.capacity for layer in next(iter(caches.made.values())).layers} - {256} or {256}
+    layers: list[Any] = next(iter(caches.made.values())).layers
+    (kept,) = {layer.capacity for layer in layers} - {256} or {256}
     assert (kept <= window + 8) == (mutant != "all tokens")
     if mutant is None:
         for one, other in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):

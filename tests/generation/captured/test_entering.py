@@ -369,6 +369,8 @@ class Int8(torch.nn.Module):
     def __init__(self, layer: Any) -> None:
         super().__init__()
         scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.scale: torch.Tensor
+        self.weight: torch.Tensor
         self.register_buffer("scale", scale)
         self.register_buffer("weight", (layer.weight.detach() / scale).round().to(torch.int8))
 
