@@ -49,8 +49,7 @@ def run(config: TrainingConfig) -> Path:
         elif read_from is not None and public_name(read_from) != read_from:
             setattr(assistant.config, f"{role}_id", public_name(read_from))
             folders.add(public_name(read_from))
-    output = Path(config.output)
-    assistant.save_pretrained(output)
+    assistant.save_pretrained(output := Path(config.output))
     card = make_card(assistant.contents().described(), assistant.head, training)
     data: Any = card.data
     data.base_model = [name for name in data.base_model or () if name not in folders] or None
