@@ -23,6 +23,7 @@ CausalLM: TypeAlias = Any
 # Names of position tables: embeddings, and buffers with a row or a column for each position. A decoder with such a
 # table cannot read sequences longer than the table; others, such as rotary ones, merely get worse.
 POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embeds_layer")
+OTHER_INPUTS = ("image", "vision", "visual", "audio")  # in names of modules that do not read text
 POSITION_BUFFERS = ("position_ids", "embed_positions", "pos_encoding")
 # Names of the cache in models and in `generate()`: "cache" from transformers 5.24 on.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -252,9 +253,12 @@ def longest_text(*models: CausalLM) -> float:
 def _position_rows(decoder: nn.Module) -> Iterator[int]:
     """Number of tokens that each position table has rows for.
 
-    Example: BART's table has 514 rows for 512 tokens (`offset`); RoBERTa's too, with `padding_idx` 1.
+    Example: BART's table has 514 rows for 512 tokens (`offset`); RoBERTa's too, with `padding_idx` 1. GIT's decoder
+    contains an encoder of images, whose table has a row for each patch of an image and is left out.
     """
-    for module in modules_of(decoder):
+    for path, module in decoder.named_modules():
+        if any(kind in path for kind in OTHER_INPUTS):
+            continue
         for name in POSITION_EMBEDDINGS:
             if isinstance(table := module._modules.get(name), nn.Embedding):
                 padding = -1 if table.padding_idx is None else table.padding_idx
