@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -318,12 +319,9 @@ class SingleTarget(TargetSide):
         else:
             inputs = context.tree_inputs(input_ids, each.rows)
         work, clock = self.work_clock(), time.perf_counter()
-        is_alike = self.model.dtype in HALF and not context.is_masked
-        with separate_queries() if is_alike else nullcontext():
-            if self.states.are_read:
-                each.outputs = self.states.catch(self.model, **inputs, return_dict=True)
-            else:
-                each.outputs = self.model(**inputs, return_dict=True)
+        forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
+        with separate_queries() if self.model.dtype in HALF and not context.is_masked else nullcontext():
+            each.outputs = forward(**inputs, return_dict=True)
         each.width = context.width
         if self.device.type == "cpu":
             self.timed_pass = each.width, self.work_clock() - work, time.perf_counter() - clock
@@ -374,8 +372,7 @@ class SingleTarget(TargetSide):
         if trial.passes.reason is not None and self.stats.refusal is None:
             self._refuse(trial.passes.reason)
 
-    def _refuse(self, reason: str) -> None:
-        """Draft nothing more for this sequence, and warn once."""
+    def _refuse(self, reason: str) -> None:  # nothing more is drafted for this sequence
         self.stats.refusal = reason
         logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {reason}.")
 
