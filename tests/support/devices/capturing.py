@@ -30,11 +30,12 @@ PADDING = 5  # tokens before the second
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def pretended() -> Iterator[Counter[str]]:
     """How often something was captured and replayed, which can be done on every device. Caches are made for prompts,
     and grow with the texts, as where their length is not known."""
-    monkeypatch.setattr(captured_target, "AHEAD", -(1 << 30))
-    with pretend_graphs() as counts:
+    # Not the fixture `monkeypatch`, which would be undone after `pretend_graphs`, and put its functions back.
+    with pytest.MonkeyPatch.context() as patch, pretend_graphs() as counts:
+        patch.setattr(captured_target, "AHEAD", -(1 << 30))
         yield counts
 
 
