@@ -102,16 +102,18 @@ def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
     keys = [each.key for each in found]
     known = _known.get(model)
     if known is None or known[0] != keys:
-        known = _known[model] = keys, ForeignPasses(found[0].name, reason=_no_candidates(model))
+        known = _known[model] = keys, ForeignPasses(found[0].name, reason=_no_candidates(model, cache))
     return known[1]
 
 
-def _no_candidates(model: CausalLM) -> str | None:
-    """The reason why passes of the model are over one token each; `None` if comparisons decide."""
+def _no_candidates(model: CausalLM, cache: Any) -> str | None:
+    """The reason why passes of the model over a cache are over one token each; `None` if comparisons decide."""
     name = PREPARING[1]
-    if not is_foreign(_method(model, name)):
-        return None
-    return f"{type(model).__name__} runs another {name}, which changes the arguments of its passes after each token"
+    if is_foreign(_method(model, name)):
+        return f"{type(model).__name__} runs another {name}, which changes the arguments of its passes after each token"
+    if cache is not None and any(map(is_foreign, _methods_of(cache, "crop"))):
+        return f"{type(cache).__name__} has a crop of its own, which may not take back exactly the rejected candidates"
+    return None
 
 
 def remembered(model: CausalLM) -> list[Any]:
@@ -245,11 +247,16 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
         if is_foreign(mode):
             yield ForeignCode(mode, f"in a mode of PyTorch, {_name(mode)}")
     if cache is not None:
-        layers = {type(each) for each in cache.layers} | {cache.layer_class_to_replicate or DynamicLayer}
-        updates = [each.update for each in layers if issubclass(each, CacheLayerMixin)]
-        for code in (vars(cache).get("update", type(cache).update), *updates):
+        for code in (*_methods_of(cache, "update"), *_methods_of(cache, "crop")):
             if code not in _usual and is_foreign(code):
                 yield ForeignCode(code, f"a cache, {_name(code)}")
+
+
+def _methods_of(cache: Any, name: str) -> list[Any]:
+    """The methods with this name of a cache and of the classes of its layers."""
+    layers = {type(each) for each in cache.layers} | {cache.layer_class_to_replicate or DynamicLayer}
+    own = vars(cache).get(name, getattr(type(cache), name))
+    return [own, *(getattr(each, name) for each in layers if issubclass(each, CacheLayerMixin))]
 
 
 def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:

@@ -524,6 +524,34 @@ def test_a_cache_whose_layers_evict() -> None:
     assert assistant.stats.refusal is None
 
 
+class LayerWithoutCrop(DynamicLayer):
+    def crop(self, max_length: int) -> None:
+        raise NotImplementedError
+
+
+class CacheWithoutCrop(DynamicCache):
+    def crop(self, max_length: int) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_cache_with_a_crop_of_its_own(layers: bool) -> None:
+    """Which plain generation does not call."""
+    target = tiny("llama")
+
+    def cache() -> DynamicCache:
+        made = DynamicCache() if layers else CacheWithoutCrop()
+        made.layer_class_to_replicate = LayerWithoutCrop if layers else made.layer_class_to_replicate
+        return made
+
+    plain = target.generate(PROMPT, **GREEDY, past_key_values=cache())
+    for draft in ("chain", "tree", "lookup"):
+        assistant = DRAFTS[draft](target)
+        found = target.generate(PROMPT, **GREEDY, past_key_values=cache(), assistant_model=assistant)
+        assert torch.equal(found, plain)
+        assert "has a crop of its own" in str(assistant.stats.refusal)
+
+
 @pytest.mark.parametrize("name", ["last row", "evicting later"])
 def test_a_cache_can_be_carried_on(name: str) -> None:
     target, assistant, _ = made(name, "chain")
