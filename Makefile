@@ -133,7 +133,7 @@ test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp's serve
 	@export SMOLLM2="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 		$(PYTEST) PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/pytest tests/test_llama_cpp.py $(ARGS)
 
-test-vllm: $(VLLM)/.installed  ## Run the tests in which vLLM, on a CPU, serves SmolLM2 with drafts made here (15 minutes)
+test-vllm: $(VLLM)/.installed  ## Run the tests in which vLLM, on a CPU, serves SmolLM2 with drafts made here
 	@export SMOLLM2="$$($(VLLM)/bin/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 		$(PYTEST) $(VLLM)/bin/python -m pytest tests/test_vllm.py $(ARGS)
 
