@@ -16,7 +16,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-apart test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-serving test-vllm test-gpu lint format types docs bench-overhead bench-gpu clean
+.PHONY: help install demo test test-apart test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-serving test-vllm test-gpu lint format types docs bench-overhead bench-gpu gpu-day clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -160,6 +160,9 @@ bench-overhead: install  ## Measure what a round costs beside the two models
 
 bench-gpu: install  ## On a machine with a GPU: measure targets of real shapes, and print a report for an issue
 	@$(BIN)/python examples/bench_gpu.py $(ARGS)
+
+gpu-day: install  ## On a machine with a GPU: all measurements, in 40 minutes, into the folder gpu_day
+	@$(BIN)/python examples/gpu_day.py $(ARGS)
 
 clean:  ## Remove caches and build output (keeps .venv and the downloaded models)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

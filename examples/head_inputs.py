@@ -22,13 +22,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import rule_curves, survivals, time_per_token
+from hf_specdecpp.training.evaluation import rule_curves, survivals
 from hf_specdecpp.training.recorded_chains import (
     MAX_TOKENS,
     STARTS,
@@ -124,8 +125,8 @@ def corrected(rows: dict[str, Tensor], network: nn.Module | None, width: int) ->
 def times(rows: dict[str, Tensor], estimates: Tensor, cost: float) -> list[float]:
     """Of a generated token in target passes, for each of the thresholds."""
 
-    curves = rule_curves(*survivals(rows, {"head": estimates}, "before"))
-    return [time_per_token(point, cost) for point in curves["head"]]
+    curves = rule_curves(*survivals(rows, {"head": estimates}, "before"), Costs(cost, (1.0,)).round_seconds(MAX_TOKENS))
+    return [1.0 / point.speed for point in curves["head"]]
 
 
 def main(path: str, name: str, cost: float = 0.09) -> None:

@@ -19,6 +19,7 @@ from PIL import Image
 from rounds import ends_at
 from support.devices.pretend_graph import pretend_graphs
 from support.files.repos import save_model
+from support.runs.training_files import training_run
 from support.targets.models import tiny
 from torch import Tensor
 
@@ -115,6 +116,25 @@ def accepted_by_the_verifier(p: Tensor, q: Tensor) -> Tensor:
         ends_at_root = ends_at(tree, p.repeat(3, 1), "token")[0]
         accepted += q[first] * q[second] / (1.0 - q[first]) * (1.0 - ends_at_root)
     return accepted
+
+
+def test_train_a_dspark_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss falls, and the checkpoint is a draft with a confidence head."""
+    made = training_run(tmp_path, num_texts=16, early_exit=True)
+    settings = tmp_path / "dspark.yaml"
+    settings.write_text(json.dumps({"target": made.target, "output": made.output}), encoding="utf-8")
+    example = runpy.run_path(str(FOLDER / "train_a_dspark_draft.py"))
+    example["main"].__globals__.update(EPOCHS=4, TEXTS=2, BLOCKS=6, RATE=3e-3)
+    example["main"](str(settings), str(tmp_path / "draft"))
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 4
+    assert losses[-1] < 0.95 * losses[0]
+    target = transformers.AutoModelForCausalLM.from_pretrained(made.target, dtype=torch.float32)
+    assistant: Any = SpecDecPPAssistant.from_pretrained(tmp_path / "draft", target=target)
+    assert assistant.head.is_published
+    assert assistant.ready_drafter().places == 5
+    ids, options = torch.arange(1, 9)[None], {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
 
 
 def test_plot_speeds(tmp_path: Path) -> None:

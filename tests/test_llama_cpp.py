@@ -217,8 +217,9 @@ def test_what_its_converter_refuses(tmp_path: Path) -> None:
     done = convert(exported.commands["llama.cpp"][0], tmp_path)
     assert done.returncode != 0
     assert "Can not map tensor 'fc_norm.0.weight'" in done.stderr
-    gated = given_back("gated, prefixed", tmp_path)[2]
-    done = convert(gated.commands["llama.cpp"][0], tmp_path)
+    (folder := tmp_path / "gated").mkdir()
+    gated = given_back("gated, prefixed", folder)[2]
+    done = convert(gated.commands["llama.cpp"][0], folder)
     assert done.returncode != 0
     assert "unsupported markov_head_type 'gated' (only 'vanilla' is supported)" in done.stderr
 

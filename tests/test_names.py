@@ -152,7 +152,9 @@ def test_reasons_on_the_page_of_gpus_are_those_of_the_code() -> None:
         part for cell in re.findall(r"^\| (?!---)(.+?) \|", page, flags=re.MULTILINE) for part in cell.split("; ")
     ]
     code = " ".join(
-        path.read_text("utf-8") for room in ("cuda_graphs", "generation") for path in PACKAGE.glob(f"{room}/**/*.py")
+        path.read_text("utf-8")
+        for room in ("cuda_graphs", "generation", "caches")
+        for path in PACKAGE.glob(f"{room}/**/*.py")
     )
     fixed = [piece.strip(" ,()") for reason in reasons for piece in re.split(r"\.\.\.|cpu", reason)]
     assert len(reasons) > 15

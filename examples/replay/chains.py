@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from record import Record
@@ -72,7 +73,19 @@ def recorded_estimator(name: str, head: AcceptanceHead | None, greedy: bool) -> 
     """The estimator `"head"`, `"q"` or `"truth"` of a replay."""
     if name == "head" and head is not None:
         return RecordedHead(head, greedy)  # type: ignore[return-value]
-    return TrueAcceptance() if name == "truth" else DraftProbability()  # type: ignore[return-value]
+    return TrueAcceptance() if name == "truth" else Probability()  # type: ignore[return-value]
+
+
+def q_of(step: Any) -> Any:
+    """q(y) of a recorded candidate, or of one that is being drafted."""
+    return step.q_of_token if isinstance(step, Seen) else DraftProbability().estimate(step)
+
+
+class Probability(DraftProbability):
+    """q(y) as the estimate, also of recorded candidates."""
+
+    def estimate(self, step: Any) -> Any:
+        return q_of(step)
 
 
 class ChainReplay:
@@ -201,7 +214,7 @@ class Confidence(Baseline):
     """Stop after a candidate that the draft itself finds unlikely: q(y) < bound (transformers' dynamic speculation)."""
 
     def signal(self, step: DraftStep) -> Tensor:
-        return step.q_of_token
+        return q_of(step)
 
     def stops(self, signal: float | None) -> bool:
         return signal is not None and signal < self.bound

@@ -168,9 +168,9 @@ def _checks(results: dict[str, Any]) -> list[str]:
     apart = [a != b for row in assisted for a, b in zip(row["answers"], same[row["set"], row["prompt"]], strict=True)]
     lines = [
         f"- {compared} greedy answers were compared with plain generate(); {len(ours)} of hf_specdecpp differ. "
-        f"{sum(apart)} of {len(apart)} differ from plain generation with the same passes."
+        f"{sum(apart)} of {len(apart)} differ from plain generation with the same passes.",
+        *(f"- {describe_mismatch(found)}" for found in results["mismatches"]),
     ]
-    lines += [f"- {describe_mismatch(found)}" for found in results["mismatches"]]
     return ["## Checks", "\n".join(lines)]
 
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
-from hf_specdecpp.models.checks import WITHOUT_ASSISTANT
+from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, frequency_changes
 
 MASKED = ("sdpa", "eager")  # implementations of attention that take a mask of any shape
 GROUPED = "specdecpp_grouped"  # the attention of captured passes (`cuda_graphs.model_copy`)
@@ -28,6 +28,12 @@ WINDOWS = (
     ("sliding_attention", "sliding_window", "create_sliding_window_causal_mask"),
     ("chunked_attention", "attention_chunk_size", "create_chunked_causal_mask"),
 )
+
+
+def is_replaced(config: Any) -> bool:
+    """Whether captured passes use `GROUPED` instead of a model's attention: sdpa, or FlashAttention of any version."""
+    name = config._attn_implementation or ""
+    return name == "sdpa" or "flash" in name
 
 
 def counts_rows(config: Any) -> str | None:
@@ -185,6 +191,11 @@ class CachedPrompt(NamedTuple):
     shown: Tensor  # `[sequences, capacity]` bool, false where a row is hidden from all queries
     offset: Tensor  # `[sequences, 1]`, or `[d, sequences, 1]` if a model has d positions: position minus row
 
+    @property
+    def padding(self) -> Tensor:
+        """Number of hidden rows before the first token, `[sequences, 1, 1]`."""
+        return (self.shown.cumsum(-1) == 0).sum(-1)[:, None, None]
+
 
 def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor, num_prefix: int) -> dict[str, Any]:
     """Arguments of a forward pass over the last n_query of n nodes; `check_tree(model)` tests whether the model
@@ -254,7 +265,7 @@ def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
     return kinds
 
 
-def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> Tensor:
+def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int) -> Tensor:
     """Bool `[..., n_query, kv]`: the keys in each query's window, or in its chunk, which counts no padding; given their
     positions `[..., n_query]` and `[..., kv]`."""
     keys, queries = keys[..., None, :], queries[..., None]
@@ -316,20 +327,23 @@ def inputs_in_place(model: CausalLM, cache: Any, nodes: Nodes, num_prefix: Tenso
     mask's rows are 1111 1000 and 1111 0100.
 
     Args:
-        cache: has `capacity`, its number of rows, and `prompt` (a `CachedPrompt`; `None` if no row is hidden and rows
-            are positions).
+        cache: a `FixedCache`.
         num_prefix: `[sequences]`, number of prefix tokens in the cache.
     """
     config = model.config.get_text_config(decoder=True)
-    begin, prompt, last = num_prefix[:, None], cache.prompt, nodes.most + 1
-    columns = (span(cache.capacity + 1, begin.device)[1:] - begin).clamp(0, last)  # of `Nodes.columns`, for each row
-    if prompt is not None:
-        columns = torch.where(prompt.shown, columns, last)
+    begin, prompt = num_prefix[:, None], cache.prompt
     queries = begin + nodes.places
-    masks = {}
-    for kind in dict.fromkeys(layer_types(config, config.num_hidden_layers)):
+    types, columns_of = layer_types(config, config.num_hidden_layers), dict[int, Tensor]()
+    masks: dict[str, Tensor] = {}
+    capacities = {kind: layer.capacity for kind, layer in zip(types, cache.layers, strict=False)}
+    for kind in dict.fromkeys(types):
+        if (capacity := capacities.get(kind, cache.capacity)) not in columns_of:
+            columns_of[capacity] = _columns(cache, capacity, begin, nodes)
+        columns = columns_of[capacity]
         if kind in WINDOWED:
-            near = _near_in_place(config, kind, nodes, columns, begin, prompt)
+            depths = nodes.depths[(columns - 1).clamp(0, nodes.most - 1)]
+            keys = torch.where(columns > 0, begin + depths, cache.tokens_of(capacity, begin + nodes.most))
+            near = _near(config, kind, queries, keys, 0 if prompt is None else prompt.padding)
             masks[kind] = as_mask(_of_rows(nodes.columns(), columns) & near, model)
         else:
             masks[kind] = _of_rows(nodes.mask(model), columns[:, None])
@@ -340,18 +354,28 @@ def inputs_in_place(model: CausalLM, cache: Any, nodes: Nodes, num_prefix: Tenso
     }
 
 
+def why_not_in_place(model: CausalLM) -> str | None:
+    """Why a model's passes cannot use the masks and positions of `inputs_in_place`; `None` if they can."""
+    config = model.config.get_text_config(decoder=True)
+    if (implementation := config._attn_implementation) != "eager" and not is_replaced(config):
+        return f"attn_implementation={implementation!r} takes no mask of ours"
+    if frequency_changes(config):
+        return "rotary frequencies change with the length of the text"
+    return counts_rows(config) or unknown_window(model, config)
+
+
 def _of_rows(found: Tensor, columns: Tensor) -> Tensor:
     """`[sequences, ..., n_query, room]`: of `found` `[..., n_query, n + 2]` the column of each row of a cache."""
     shape = (len(columns), *found.shape[-columns.dim() : -1], columns.shape[-1])
     return found.expand(*shape[:-1], -1).gather(-1, columns[..., None, :].expand(shape))
 
 
-def _near_in_place(
-    config: Any, kind: str, nodes: Nodes, columns: Tensor, begin: Tensor, prompt: CachedPrompt | None
-) -> Tensor:
-    """`_near` for the rows of a cache of fixed size, `[sequences, n_query, room]`; arguments as in `inputs_in_place`,
-    `columns` `[sequences, room]`: 0 for the prefix, then the nodes."""
-    depths = nodes.depths[(columns - 1).clamp(0, nodes.most - 1)]
-    keys = torch.where(columns > 0, begin + depths, span(columns.shape[1], columns.device))
-    padding = 0 if prompt is None else (prompt.shown.cumsum(-1) == 0).sum(-1)[:, None, None]
-    return _near(config, kind, begin + nodes.places, keys, padding)
+def _columns(cache: Any, capacity: int, begin: Tensor, nodes: Nodes) -> Tensor:
+    """For each row of a layer its one of `Nodes.columns`, `[sequences, capacity]`. `begin`: `[sequences, 1]`, length of
+    the prefix."""
+    last, prompt = nodes.most + 1, cache.prompt
+    if capacity == cache.capacity:
+        columns = (span(capacity + 1, begin.device)[1:] - begin).clamp(0, last)
+        return columns if prompt is None else torch.where(prompt.shown, columns, last)
+    tokens = cache.tokens_of(capacity, begin + nodes.most)
+    return torch.where(cache.shown(tokens), (tokens + 1 - begin).clamp(0, last), last)

@@ -59,8 +59,8 @@ class SpeculationConfig:
         costs (seconds): costs of a round for `rule="throughput"`, as `{"draft": s, "verify": [s1, s2, ...]}` and the
             other fields of `Costs`. `None`: measured in the rounds.
         reproducible: decisions depend neither on the clock nor on earlier generations, so that a seed repeats a sampled
-            output. Nothing learned is kept, costs are given or assumed from the sizes of the models, and matrix
-            multiplications are PyTorch's own.
+            output. Nothing learned is kept, costs are given or assumed from the sizes of the models, `tree="auto"`
+            drafts chains, and matrix multiplications are PyTorch's own.
         cpu_products: on a CPU, for large layers of the target and its draft. `"auto"`: matrix multiplications with
             exact float16 copies of the weights, or oneDNN's packed copies of float32 weights that float16 cannot hold,
             if they are at least 1.05 times as fast here and take at most a quarter of the free memory; int8 copies

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ class RoundRules:
         """Number of estimates of a chain of `count` candidates; with `inputs="after"` the last has none."""
         return 0 if self.estimator is None else max(count - max(lag_of(self.estimator), 0), 0)
 
-    @cached_property  # needed in every round, and computing it reads numbers from the device
+    @property
     def key(self) -> Hashable:
         """Everything here that a graph depends on."""
         both = self.draft_processing.processors, self.processing.processors
@@ -153,7 +154,7 @@ class CapturedDraft:
             self.shift = numbers(len(EDGES) + 1)
             self.edges = torch.tensor(EDGES, dtype=torch.float32, device=self.device)
         # Kept between sequences, because graphs read and write these caches.
-        self.caches = FixedCaches(steps.num_layers, self.device, budget)
+        self.caches = FixedCaches([inf] * steps.num_layers, self.device, budget)
         self._positions = torch.Size((texts, 1)) if texts > 1 else None
         self.context = self.source = FixedContext(self.caches, self._positions)
         self.pending = 0
@@ -174,7 +175,9 @@ class CapturedDraft:
         self.context = FixedContext(self.caches, self._positions)
         self.source = of_target if self.steps.shares_cache else self.context
         self.alive.fill_(1)
-        cache, end = self.context.with_capacity(count + self.most_rows), max(count - 1 - again, 0)
+        # Not smaller than the target's, which would grow it in the first round.
+        most, end = max(count + self.most_rows, of_target.cache.capacity), max(count - 1 - again, 0)
+        cache = self.context.with_capacity(most)
         if cache.prompt is not None:
             cache.prompt.shown.copy_(torch.arange(cache.capacity, device=self.device) >= padding[:, None])
             cache.prompt.offset.copy_(-padding[:, None])

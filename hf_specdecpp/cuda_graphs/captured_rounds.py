@@ -9,7 +9,7 @@ device (`on_device`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape, depths_of, with_paths
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.fixed_cache import with_rows
-from hf_specdecpp.cuda_graphs.graphs import Graphs, lasting, write_lasting
+from hf_specdecpp.cuda_graphs.graphs import MOST_GRAPHS, Graphs, lasting, write_lasting
 from hf_specdecpp.sampling.processors import Warpers
 from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.trees.tree import Chain, DraftTree
@@ -75,6 +75,7 @@ class CapturedRounds:
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes in separate graphs
         self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
         self._numbers: list[Tensor] = []  # of `Warpers`
+        self._rules: dict[Hashable, int] = {}  # numbers of keys, which would take long to compare in each round
 
     @property
     def changes(self) -> list[Tensor]:
@@ -96,7 +97,11 @@ class CapturedRounds:
             self.draft.continue_with(self._active)
 
     def take_numbers(self, rules: RoundRules) -> None:
-        """Called before a sequence: its `Warpers` read their numbers where graphs do."""
+        """Called before a sequence: `Warpers` of its rules read their numbers where graphs do."""
+        if (key := rules.key) not in self._rules and len(self._rules) >= MOST_GRAPHS:
+            self.graphs.family.clear()
+            self._rules.clear()
+        self._number = self._rules.setdefault(key, len(self._rules))
         both = (*rules.draft_processing.processors, *rules.processing.processors)
         for place, each in enumerate(own for own in both if isinstance(own, Warpers)):
             if place == len(self._numbers):
@@ -126,7 +131,7 @@ class CapturedRounds:
         self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
         return reports
 
-    def _read_report(self) -> list[list[float]]:
+    def _read_report(self) -> list[list[Any]]:
         self.read.copy_(self.report, non_blocking=True)
         self._wait()
         first = HEADER + 2 * self.draft.nodes
@@ -165,7 +170,7 @@ class CapturedRounds:
             self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
 
     def _launch(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
-        key, text = (*self.passes.context.key, shape, rules.key), self._text if rules.asks_for_text else None
+        key, text = (*self.passes.context.key, shape, self._number), self._text if rules.asks_for_text else None
 
         def propose() -> None:
             if shape.levels:
@@ -286,23 +291,22 @@ class CapturedRounds:
 
     # On the host -----------------------------------------------------------------------------------------------------
 
-    def _tree(self, row: list[float], shape: RoundShape) -> DraftTree:
+    def _tree(self, row: list[Any], shape: RoundShape) -> DraftTree:
         """The submitted candidates in a sequence's row of the report."""
-        nodes, count = self.draft.nodes, min(int(row[HEADER - 1]), shape.nodes)
-        candidates = list(map(int, row[HEADER : HEADER + count]))
+        nodes, count = self.draft.nodes, min(row[HEADER - 1], shape.nodes)
+        parts = [row[first : first + count] for first in range(HEADER, HEADER + 3 * nodes, nodes)]
+        candidates, parents, estimates = parts
         tree: DraftTree
         if shape.width == 1:  # scores stay on the device and are not needed
             tree = Chain(candidates, [NO_SCORES] * count)
         else:
-            tree = DraftTree()
-            for place, token in enumerate(candidates, HEADER):
-                tree.add(int(row[place + nodes]), token, estimate=row[place + 2 * nodes])
+            tree = DraftTree.of(parents, candidates, estimates)
         tree.passes = shape.levels
         return tree
 
-    def _report_of(self, row: list[float], shape: RoundShape, rules: RoundRules) -> RoundReport:
+    def _report_of(self, row: list[Any], shape: RoundShape, rules: RoundRules) -> RoundReport:
         tree = self._tree(row, shape)
-        accepted, token, last = map(int, row[: HEADER - 1])
+        accepted, token, last = row[: HEADER - 1]
         if token < 0:
             raise NothingToDrawError
         path = list(range(1, accepted + 1)) if shape.width == 1 else tree.nodes_to(last)

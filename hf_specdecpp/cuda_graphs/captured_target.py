@@ -18,8 +18,8 @@ from hf_specdecpp.cuda_graphs.fixed_cache import (
     FixedCache,
     FixedCaches,
     FixedContext,
-    num_cache_layers,
     pass_inputs,
+    windows_of,
     with_rows,
 )
 from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
@@ -28,6 +28,8 @@ from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
+
+AHEAD = 512  # tokens; a cache is first made for the expected ones, but at most for as many as the prompt's and these
 
 # For each target its identity at the capture, and the captured passes.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()
@@ -64,6 +66,7 @@ class CapturedTarget:
         why_not: the reason if the target's passes are never captured.
         checked: compared widths, as (is a batch, width).
         longest (tokens): the longest sequence that the target has positions for.
+        expected (tokens): the most that may follow the next sequences' prompts, candidates included; 0 if unknown.
         context: the current sequence, or the rows of the current batch.
     """
 
@@ -74,9 +77,10 @@ class CapturedTarget:
         self.graphs = Graphs(self.device)
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
         self.budget = Budget(self.device, self.graphs.family.clear)
-        layers = num_cache_layers(target.config.get_text_config(decoder=True)) or 0
-        self.caches = FixedCaches(layers, self.device, self.budget)
+        windows = windows_of(target.config.get_text_config(decoder=True)) or []
+        self.caches = FixedCaches(windows, self.device, self.budget)
         self.context = FixedContext(self.caches, None)
+        self.expected = 0
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # `StateReader.reads` of the watched states
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # by `_reads`, states of the latest pass
@@ -121,7 +125,7 @@ class CapturedTarget:
         self.budget.text += 1
         position = with_rows(position, dim=-2)
         self.context = FixedContext(self.caches, position.shape)
-        fixed = self.context.with_capacity(num_tokens + 1)
+        fixed = self.context.with_capacity(num_tokens + max(min(self.expected, num_tokens + AHEAD), 1))
         fixed.read(cache, num_tokens)
         self.context.num_tokens = num_tokens
         if fixed.prompt is not None:

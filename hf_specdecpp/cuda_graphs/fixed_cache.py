@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 from weakref import WeakSet
@@ -14,21 +15,20 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.cached_context import width_of
-from hf_specdecpp.caches.masks import MASKED, CachedPrompt, Nodes, counts_rows, inputs_in_place, span, unknown_window
+from hf_specdecpp.caches.masks import CachedPrompt, Nodes, inputs_in_place, span
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.checks import frequency_changes
 
 MIN_CAPACITY, LARGE_CAPACITY = 256, 8192  # tokens; larger caches are multiples of the second
 SHARE, KEPT_SHARE = 0.25, 0.75  # of the memory that is free at first, for all fixed caches; of it what then remains
 
 
 class FixedLayer(CacheLayerMixin):
-    """Keys and values of one layer. Stores all tokens, also those outside a sliding window: the mask excludes them.
+    """Keys and values of one layer. A layer with a window keeps its latest tokens only: the rows are used in turn.
 
     Args:
         length: `[texts]` int64, tokens in the cache; shared by all layers.
-        rows: a list whose only item is `[texts, n]`, the rows that the current pass writes; shared by all layers.
+        rows: by capacity `[texts, n]`, the rows that the current pass writes; shared by all layers.
         capacity (tokens): number of rows.
 
     Attributes:
@@ -40,7 +40,7 @@ class FixedLayer(CacheLayerMixin):
     stored: list[Tensor]
     is_compileable, is_sliding = True, False
 
-    def __init__(self, length: Tensor, rows: list[Tensor], capacity: int) -> None:
+    def __init__(self, length: Tensor, rows: dict[int, Tensor], capacity: int) -> None:
         super().__init__()
         self.length, self.rows, self.capacity = length, rows, capacity
 
@@ -59,10 +59,20 @@ class FixedLayer(CacheLayerMixin):
         """Write the pass's rows (`FixedCache.begin_pass`), and return all `capacity` rows, unused ones included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        (rows,) = self.rows
+        rows = self.rows[self.capacity]
         for tensor, states in ((self.keys, key_states), (self.values, value_states)):
             tensor.scatter_(2, _of_heads(rows, states), states)
         return self.keys, self.values
+
+    def write(self, rows: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values of the first texts to these rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self.keys[: len(keys), :, rows], self.values[: len(keys), :, rows] = keys, values
+
+    def rows_of(self, first: int, last: int) -> Tensor:
+        """The rows of the tokens from `first` to before `last`."""
+        return torch.arange(first, last, device=self.length.device) % self.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.capacity, 0
@@ -82,11 +92,12 @@ class FixedCache(Cache):
     first; the next pass overwrites all others. `length.sub_(1)` rolls back one token.
 
     Args:
-        num_layers: number of the model's layers.
+        windows: number of tokens that each layer attends to, infinite without a window.
         capacity (tokens): number of rows for each sequence, including tokens that are not committed.
         device: the model's device.
         positions: shape `[..., texts, 1]` of the position ids of a token, if prompts may be padded or have special
             position ids; by default one sequence without these.
+        spare (tokens): rows of layers with a window beyond the window: the most that a pass writes.
 
     Attributes:
         text: number of the latest text in the cache (`Budget.text`).
@@ -97,7 +108,12 @@ class FixedCache(Cache):
     text = 0
 
     def __init__(
-        self, num_layers: int, capacity: int, device: torch.device, positions: torch.Size | None = None
+        self,
+        windows: Sequence[float],
+        capacity: int,
+        device: torch.device,
+        positions: torch.Size | None = None,
+        spare: int = 0,
     ) -> None:
         texts = 1 if positions is None else positions[-2]
         with lasting():
@@ -106,13 +122,15 @@ class FixedCache(Cache):
             if positions is not None:
                 shown = torch.ones((texts, capacity), dtype=torch.bool, device=device)
                 self.prompt = CachedPrompt(shown, torch.zeros(positions, dtype=torch.long, device=device))
-        self._rows: list[Tensor] = []
-        super().__init__(layers=[FixedLayer(self.length, self._rows, capacity) for _ in range(num_layers)])
-        self.capacity = capacity
+        self._rows: dict[int, Tensor] = {}
+        capacities = [int(min(capacity, window + spare)) for window in windows]
+        super().__init__(layers=[FixedLayer(self.length, self._rows, each) for each in capacities])
+        self.capacity, self._of_windows = capacity, {*capacities} - {capacity}
 
     def begin_pass(self, num_tokens: int) -> None:
         """Called before a pass, which writes `num_tokens` rows after the committed ones."""
-        self._rows[:] = [span(num_tokens, self.length.device) + self.length[:, None]]
+        self._rows[self.capacity] = rows = span(num_tokens, self.length.device) + self.length[:, None]
+        self._rows.update({each: rows % each for each in self._of_windows})
 
     def part(self, first: int, count: int) -> FixedCache:
         """A cache of `count` layers from `first` on, with shared tensors and lengths."""
@@ -125,17 +143,32 @@ class FixedCache(Cache):
         begin = self.length[:, None]
         goal, source = span(rows.shape[1], rows.device) + begin, rows + begin
         layers: list[Any] = self.layers
-        for each in (tensor for layer in layers if layer.is_initialized for tensor in layer.stored):
-            moved = each.gather(-2, _of_heads(source, each))
-            each.scatter_(-2, _of_heads(goal, each), moved)
+        places = {self.capacity: (goal, source)} | {each: (goal % each, source % each) for each in self._of_windows}
+        for layer in layers:
+            goal, source = places[layer.capacity]
+            for each in layer.stored if layer.is_initialized else ():
+                each.scatter_(-2, _of_heads(goal, each), each.gather(-2, _of_heads(source, each)))
 
     def rows(self, first: int, last: int) -> list[Tensor]:
-        """Views of keys and values of all layers, from row `first` to before row `last`."""
-        return [each[:, :, first:last] for each in self.tensors]
+        """Views of keys and values of all layers, from row `first` to before row `last`; all rows of a window."""
+        return [each[:, :, first:last] if each.shape[2] == self.capacity else each for each in self.tensors]
+
+    def tokens_of(self, capacity: int, length: Tensor) -> Tensor:
+        """The number of the token in each row of a layer, `[1 or texts, capacity]`, after `length` `[texts, 1]` tokens.
+        In layers with a window negative where no token was written.
+
+        Example: after 10 tokens a layer of 4 rows holds the tokens 8, 9, 6 and 7."""
+        rows = span(capacity, length.device)[None]
+        return rows if capacity == self.capacity else length - 1 - (length - 1 - rows) % capacity
+
+    def shown(self, tokens: Tensor) -> Tensor:
+        """Whether there are tokens of these numbers `[texts, n]`, which are not hidden."""
+        known = tokens >= 0
+        return known if self.prompt is None else known & self.prompt.shown.gather(1, tokens.clamp_min(0))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys and values, alternating, of each initialised layer: `[texts, heads, capacity, size]`."""
+        """Keys and values, alternating, of each initialised layer: `[texts, heads, layer's capacity, size]`."""
         layers: list[Any] = self.layers
         return [each for layer in layers if layer.is_initialized for each in (layer.keys, layer.values)]
 
@@ -153,34 +186,34 @@ class FixedCache(Cache):
 
     def copy_from(self, smaller: FixedCache) -> None:
         """Copy a smaller cache."""
-        self.read(smaller, smaller.capacity)
+        layers: list[Any] = list(zip(self.layers, smaller.layers, strict=True))
+        for ours, layer in layers:
+            if layer.is_initialized:
+                ours.write(slice(layer.capacity), layer.keys, layer.values)
         self.length.copy_(smaller.length)
         if self.prompt is not None and smaller.prompt is not None:
             self.prompt.shown[:, : smaller.capacity] = smaller.prompt.shown
             self.prompt.offset.copy_(smaller.prompt.offset)
 
     def read(self, cache: Cache, num_tokens: int) -> None:
-        """Copy the `num_tokens` tokens of a growing cache, which may have fewer texts. Rows outside of a layer's window
-        stay zero.
-
-        Example: after 10 tokens a layer with a window of 4 has the last 3, which are copied to rows 7, 8 and 9.
-        """
+        """Copy the `num_tokens` tokens of a growing cache, which may have fewer texts; of layers with a window those
+        that it holds."""
         self.length.fill_(num_tokens)
         theirs: list[Any] = cache.layers
         layers: list[Any] = self.layers
         for ours, layer in zip(layers, theirs, strict=True):
             if layer.is_initialized:
-                if not ours.is_initialized:
-                    ours.lazy_initialization(layer.keys, layer.values)
-                texts, first = len(layer.keys), num_tokens - layer.keys.shape[-2]
-                ours.keys[:texts, :, first:num_tokens] = layer.keys
-                ours.values[:texts, :, first:num_tokens] = layer.values
+                first = num_tokens - (count := min(layer.keys.shape[-2], ours.capacity))
+                ours.write(ours.rows_of(first, num_tokens), layer.keys[:, :, -count:], layer.values[:, :, -count:])
 
     def keys_values_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """For each layer keys and values `[heads, n, size]` of a sequence's first tokens, without hidden ones."""
+        """For each layer keys and values `[heads, n, size]` of a sequence's first tokens, without hidden ones. Those of
+        tokens that have left a layer's window are arbitrary."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
-        found = [each[text, :, :num_tokens][:, shown] for each in self.tensors]
-        return list(zip(found[::2], found[1::2], strict=True))
+        every: list[Any] = self.layers
+        layers = [layer for layer in every if layer.is_initialized]
+        rows = [layer.rows_of(0, num_tokens)[shown] for layer in layers]
+        return [(layer.keys[text][:, own], layer.values[text][:, own]) for layer, own in zip(layers, rows, strict=True)]
 
     def write(self, cache: DynamicCache, num_tokens: int) -> None:
         """Copy the first `num_tokens` tokens to a growing cache, for passes that are not captured."""
@@ -191,8 +224,8 @@ class FixedCache(Cache):
             if isinstance(layer, DynamicSlidingWindowLayer):
                 first = max(num_tokens - layer.sliding_window + 1, 0)
                 layer.cumulative_length = num_tokens
-            layer.keys = ours.keys[:, :, first:num_tokens].clone()
-            layer.values = ours.values[:, :, first:num_tokens].clone()
+            rows = ours.rows_of(first, num_tokens)
+            layer.keys, layer.values = ours.keys[:, :, rows], ours.values[:, :, rows]
 
 
 def _of_heads(rows: Tensor, states: Tensor) -> Tensor:
@@ -238,23 +271,28 @@ class FixedCaches:
     """Caches of different sizes for one sequence or batch at a time, kept between calls because graphs use them.
 
     Attributes:
-        made: the caches, by capacity and positions.
+        spare: as for `FixedCache`; 0 if no layer has a window.
+        made: the caches, by capacity, positions and `spare`.
     """
 
-    def __init__(self, num_layers: int, device: torch.device, budget: Budget) -> None:
-        self.num_layers, self.device, self.budget = num_layers, device, budget
-        self.made: dict[tuple[int, torch.Size | None], FixedCache] = {}
+    def __init__(self, windows: Sequence[float], device: torch.device, budget: Budget) -> None:
+        self.windows, self.device, self.budget, self.spare = windows, device, budget, 0
+        self.made: dict[tuple[int, torch.Size | None, int], FixedCache] = {}
         self._bytes = 0.0  # for a token of one text, once known
         budget.owners.add(self)
 
+    def set_width(self, num_tokens: int) -> None:
+        """Called before a sequence, with the most tokens of its passes."""
+        self.spare = width_of(num_tokens) if any(map(math.isfinite, self.windows)) else 0
+
     def empty(self, num_tokens: int, positions: torch.Size | None) -> FixedCache:
         """The smallest cache for `num_tokens` tokens, emptied; made if missing."""
-        key = capacity_for(num_tokens), positions
+        key = capacity_for(num_tokens), positions, self.spare
         if key not in self.made:
             for made in self.made.values():
                 self._bytes = made.num_bytes / (made.capacity * len(made.length))
             self.budget.make_room(self._bytes * key[0] * (1 if positions is None else positions[-2]))
-            self.made[key] = FixedCache(self.num_layers, key[0], self.device, positions)
+            self.made[key] = FixedCache(self.windows, key[0], self.device, *key[1:])
         else:
             self.made[key].clear()
         self.made[key].text = self.budget.text
@@ -281,9 +319,9 @@ class FixedContext:
         self.caches, self.positions, self.num_tokens = caches, positions, 0
 
     @property
-    def key(self) -> tuple[int, torch.Size | None]:
+    def key(self) -> tuple[int, torch.Size | None, int]:
         """Identifies the current cache in keys of graphs."""
-        return self.cache.capacity, self.positions
+        return self.cache.capacity, self.positions, self.caches.spare
 
     def with_capacity(self, num_tokens: int) -> FixedCache:
         """The cache, first copied to a larger one if its capacity is below `num_tokens`."""
@@ -325,20 +363,10 @@ def with_rows(per_text: Tensor, dim: int = 0) -> Tensor:
     return per_text.index_select(dim, span(rows_for(texts), per_text.device).clamp_max(texts - 1))
 
 
-def num_cache_layers(text_config: Any) -> int | None:
-    """Number of layers of a model's `FixedCache`; `None` if some layers are not attention."""
+def windows_of(text_config: Any) -> list[float] | None:
+    """Number of tokens that each layer of a model attends to; `None` if some layers are not attention."""
     layers = DynamicCache(config=text_config).layers
-    return None if other_layers(layers) else len(layers)
-
-
-def why_not_in_place(model: CausalLM) -> str | None:
-    """Why a model's passes cannot use the masks and positions of `caches.masks.inputs_in_place`; `None` if they can."""
-    config = model.config.get_text_config(decoder=True)
-    if (implementation := config._attn_implementation) not in MASKED:
-        return f"attn_implementation={implementation!r} takes no mask of ours"
-    if frequency_changes(config):
-        return "rotary frequencies change with the length of the text"
-    return counts_rows(config) or unknown_window(model, config)
+    return None if other_layers(layers) else [getattr(layer, "sliding_window", math.inf) for layer in layers]
 
 
 def why_not_copied(cache: object) -> str | None:

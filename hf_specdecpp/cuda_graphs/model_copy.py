@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specdecpp.caches.masks import GROUPED
+from hf_specdecpp.caches.masks import GROUPED, is_replaced
 from hf_specdecpp.cuda_graphs.graphs import is_capturing
 from hf_specdecpp.cuda_graphs.identity import tensors_of
 from hf_specdecpp.models.cpu.grouped_attention import UNUSUAL
@@ -72,7 +72,7 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
     parts = [copied, *(copied.model for _ in others)]
     for module in (each for part in parts for each in part.modules()):
         config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
+        if isinstance(config, PreTrainedConfig) and is_replaced(config):
             config._attn_implementation = GROUPED
         if type(module).__name__.endswith(NORM):
             _use_fast_norm(module)

@@ -29,7 +29,8 @@ SPECULATORS = "speculators_model_type"  # this field identifies configs of the p
 DEFAULT_THETA = 10000.0  # the default of the original EAGLE code, independent of the target
 INSTEAD = "Load an EAGLE-3 or DFlash draft of this target, or train one of this package (specdecpp train)"
 RELATIVES = {  # kinds that are refused, by a part of a name in lower case
-    "dflash2": "DFlash2 draft (DFlash with convolutions, where a candidate is chosen by the token before)",
+    "dflash2": "DFlash2 draft (DFlash with grouped dynamic causal convolutions over the rows of the block, and a "
+    "selector that scores the likeliest tokens of each row by the token before)",
     "domino": "Domino draft (DFlash with a recurrent network over the drafted tokens)",
     "peagle": "P-EAGLE draft (EAGLE-3 that proposes several tokens with one pass over trained mask states)",
 }

@@ -110,13 +110,13 @@ class Gemma4Draft(StateDraft):
         position = cache.length[:, None]
         if cache.prompt is not None:
             position = position + cache.prompt.offset
-        places, length = torch.arange(cache.capacity, device=position.device), cache.length[:, None]
-        filled = places < length
-        shown = filled if cache.prompt is None else filled & cache.prompt.shown
-        near = places > length - self.own.sliding_window  # the target's window includes the token itself
         masks: dict[str, Tensor | None] = {}
-        for kind in rows:
-            masks[kind] = (shown & (near if kind == "sliding_attention" else filled))[:, None, None]
+        for kind, place in self.sources.items():
+            tokens = cache.tokens_of(layers[place].capacity, length := cache.length[:, None])
+            seen = cache.shown(tokens.expand(len(length), -1)) & (tokens < length)
+            if kind == "sliding_attention":  # the target's window includes the token itself
+                seen = seen & (tokens > length - self.own.sliding_window)
+            masks[kind] = seen[:, None, None]
         return SharedRows(rows, masks, position)
 
     def session(self, vocab_size: int) -> SharedSession:

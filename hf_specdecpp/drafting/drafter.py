@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_specdecpp.caches.masks import Nodes, chain_nodes, kept_chain_nodes, span
+from hf_specdecpp.caches.masks import Nodes, chain_nodes, kept_chain_nodes, span, why_not_in_place
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_cache_layers, pass_inputs, why_not_in_place
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, pass_inputs, windows_of
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
@@ -48,10 +48,8 @@ class Drafter(DraftModel, Draft):
         return for_capture(self, self.model, fuse=fuse)
 
     def why_not_captured(self) -> str | None:
-        if num_cache_layers(self.text_config) is None:
+        if windows_of(self.text_config) is None:
             return "not all of its layers are attention"
-        if getattr(self.model, "is_quantized", False):
-            return "it is quantised"
         if not causal_lm.takes_positions(causal_lm.inner_decoder(self.model)):
             return f"it {causal_lm.why_no_positions(causal_lm.inner_decoder(self.model))}"
         return why_not_in_place(self.model)
@@ -64,7 +62,7 @@ class ModelSteps(RoundSteps):
         self.drafter = drafter
         fusion = drafter.fusion
         super().__init__(drafter, vocab_size, drafter, None if fusion is None else fusion.width)
-        self.num_layers = num_cache_layers(drafter.text_config) or 0
+        self.num_layers = len(windows_of(drafter.text_config) or [])
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         drafter, begin = self.drafter, 0

@@ -82,11 +82,6 @@ class DraftStep:
         return self.scores.softmax(dim=-1)
 
     @property
-    def q_of_token(self) -> Tensor:
-        """`[...]`, q(y) of the candidate y."""
-        return self.q.gather(-1, self.token[..., None])[..., 0]  # gather does not wait for the device
-
-    @property
     def entropy(self) -> Tensor:
         """`[...]`, entropy of q in nats."""
         return torch.special.entr(self.q).sum(-1)
@@ -110,7 +105,7 @@ class DraftProbability:
     inputs = "before"
 
     def estimate(self, step: DraftStep) -> Tensor:
-        return step.q_of_token
+        return step.q.gather(-1, step.token[..., None])[..., 0]  # gather does not wait for the device
 
 
 LAGS = {"path": -1, "before": 0, "after": 1}
@@ -194,16 +189,17 @@ class AcceptanceRates:
             was_accepted = position < num_accepted
             if position < len(estimates):
                 following = bin_of(estimates[position])
-                share = np.eye(len(CENTRES))[following]
-                self.estimated += share * estimates[position]
+                self.estimated[following] += estimates[position]
+                self.transitions[row, following] += 1.0
+                self.accepted[following] += was_accepted
+                row = following
             else:  # without an estimate: divide the count by the bins' probabilities given the last bin and the outcome
-                following = NO_VERDICT
                 share = self.following[row] * (self.acceptance if was_accepted else 1.0 - self.acceptance)
                 share = share / share.sum()
                 self.estimated += share * CENTRES
-            self.transitions[row] += share
-            self.accepted += share * was_accepted
-            row = following
+                self.transitions[row] += share
+                self.accepted += share * was_accepted
+                row = NO_VERDICT
         return self._end_round()
 
     def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
@@ -234,16 +230,17 @@ class AcceptanceRates:
         return 1.0 / (1.0 + (1.0 - estimate) / estimate * math.exp(-self.shift[bin_of(estimate)]))
 
     def expected_tokens(self, most: int) -> Floats:
-        """`[most + 1]`, expected tokens of rounds with chains of 0, 1, ... candidates.
+        """`[most + 1]`, expected tokens of rounds with chains of 0, 1, ... candidates, kept until the next `fit`.
 
         Example: if each candidate is accepted with probability 0.5, returns 1, 1.5, 1.75, 1.875, ...
         """
-        tokens = [1.0]
-        survives = self.following[NO_VERDICT] * self.acceptance
-        for _ in range(most):
-            tokens.append(tokens[-1] + float(survives.sum()))
-            survives = survives @ self.following[:NO_VERDICT] * self.acceptance
-        return np.array(tokens)
+        if most not in self._expected:
+            tokens, survives = [1.0], self.following[NO_VERDICT] * self.acceptance
+            for _ in range(most):
+                tokens.append(tokens[-1] + float(survives.sum()))
+                survives = survives @ self.following[:NO_VERDICT] * self.acceptance
+            self._expected[most] = np.array(tokens)
+        return self._expected[most]
 
     def fit(self) -> None:
         """Compute `acceptance` and `following` from counts. Small counts are shrunk: a bin's acceptance towards a line
@@ -258,6 +255,7 @@ class AcceptanceRates:
         usual = (judged + self.bin_count * PRIOR_PROBS) / (judged.sum() + self.bin_count)
         rows = self.transitions.sum(1, keepdims=True)
         self.following = (self.transitions + self.bin_count * usual) / (rows + self.bin_count)
+        self._expected: dict[int, Floats] = {}
 
 
 def _line(log_odds: Floats, judged: Floats, accepted: Floats, prior: Floats) -> Floats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import or_
 from typing import Any
@@ -127,20 +126,21 @@ class Counters:
         self.looked_up += len(tree.looked_up)
         self.accepted_lookups += len(path) - len(drawn)
         self.lookup_rounds += candidates > 0 and candidates == len(tree.looked_up)
-        tally(self.drafted_at, range(candidates) if widths is None else [depth - 1 for depth in tree.depths[1:]])
-        tally(self.accepted_at, range(len(path)))
+        self.drafted_at = add(self.drafted_at, [1] * candidates if widths is None else widths)
+        self.accepted_at = add(self.accepted_at, [1] * len(path))
         self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
         if widths is None:
             return
-        tally(self.tree_depths, [len(widths)])
-        tally(self.tree_widths, [max(widths, default=0)])
+        self.tree_depths = add(self.tree_depths, [0] * len(widths) + [1])
+        self.tree_widths = add(self.tree_widths, [0] * max(widths, default=0) + [1])
         for node in (0, *drawn):
-            tally(self.tested_by_rank, range(len(tree.children[node])))
+            self.tested_by_rank = add(self.tested_by_rank, [1] * len(tree.children[node]))
         self.accepted_by_rank += [0] * (len(self.tested_by_rank) - len(self.accepted_by_rank))
-        tally(self.accepted_by_rank, [tree.ranks[node] for node in drawn])
+        for node in drawn:
+            self.accepted_by_rank[tree.ranks[node]] += 1
         if candidates:  # the last rounds may have no candidates
             self.last_tree, best = DrawnTree(tree, path), self.branched_tree
-            if best is None or (tree.ranks.count(1), candidates) > branching(best):
+            if best is None or (tree.ranks.count(1), candidates) > (best.tree.ranks.count(1), len(best.tree)):
                 self.branched_tree = self.last_tree
 
     @property
@@ -222,14 +222,6 @@ class Counters:
 
 def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
-
-
-def tally(counts: list[int], places: Sequence[int]) -> None:
-    """Add one at each index of `places`, extending `counts` if necessary."""
-    if places:
-        counts += [0] * (max(places) + 1 - len(counts))
-    for place in places:
-        counts[place] += 1
 
 
 def add(a: Any, b: Any) -> Any:

@@ -62,7 +62,7 @@ class OutputText:
     """A sequence during generation.
 
     Attributes:
-        ids: `[1, length]`, the prompt and the emitted tokens.
+        length: number of tokens, of the prompt and emitted.
         states: `[1, n, width]`, if the draft reads hidden states of the target: those at the n tokens that the last
             pass committed.
         before: length before the latest round.
@@ -73,7 +73,7 @@ class OutputText:
         records: scores, logits, hidden states and attentions for `return_dict_in_generate`.
     """
 
-    ids: Tensor
+    length: int
     prompt_length: int
     before: int
     waits: bool
@@ -101,11 +101,16 @@ class OutputText:
 
     def begin(self, ids: Tensor) -> None:
         """Start with the prompt `ids` `[1, length]`."""
-        self.ids, self.prompt_length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
+        self._ids, self.length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
+        self.prompt_length, self._further = self.length, list[int]()  # `_further`: emitted tokens, not yet in `_ids`
 
     @property
-    def length(self) -> int:
-        return self.ids.shape[1]
+    def ids(self) -> Tensor:
+        """`[1, length]`, the prompt and the emitted tokens. Those of captured rounds are uploaded when first needed."""
+        if self._further:
+            further, self._further = torch.tensor([self._further], device="cpu"), []  # int64, as in plain generation
+            self._ids = torch.cat((self._ids, further.to(self._ids.device)), dim=1)
+        return self._ids
 
     def verify(self, each: Round) -> RoundResult:
         """Choose the accepted candidates of a round and the next token, by the logits of its pass.
@@ -131,19 +136,22 @@ class OutputText:
     def emit(self, result: RoundResult) -> Emitted:
         """Append the emitted tokens, up to the first that ends the sequence."""
         emitted, rows = result.emitted, result.rows
-        self.before = before = self.ids.shape[1]
-        path = None
-        new_ids = torch.tensor([emitted], device="cpu")  # int64 for any dtype of the prompt, as in plain generation
+        kept, self.before = len(emitted), self.length
+        path: PathRows | None = None
         if rows is None:
-            new_ids = new_ids.to(self.ids.device)
+            self._further += emitted
         else:
-            new_ids, on_device = upload([new_ids, torch.tensor(rows, device="cpu")], self.ids.device)
-            path = PathRows(rows, on_device)
-        ids = torch.cat((self.ids, new_ids), dim=1)
-        kept, self.finished = len(emitted), bool(result.ended)
+            new_ids, on_device = upload(
+                [torch.tensor([emitted], device="cpu"), torch.tensor(rows, device="cpu")], self.ids.device
+            )
+            path, self._ids = PathRows(rows, on_device), torch.cat((self.ids, new_ids), dim=1)
+        self.finished = bool(result.ended)
         if result.ended is None:
-            kept, self.finished = self.first_stop(ids, emitted, result.scores, result.raw)
-        self.ids = ids if kept == len(emitted) else ids[:, : before + kept]
+            ids = None if self.all_simple else self.ids
+            kept, self.finished = self.first_stop(self.before + kept, emitted, result.scores, result.raw, ids)
+        self.length = self.before + kept
+        if kept < len(emitted):
+            self._ids = self.ids[:, : self.length]
         return Emitted(kept, path)
 
     def end(self) -> None:
@@ -154,17 +162,20 @@ class OutputText:
         if self.streamer is not None:
             self.streamer.end()
 
-    def first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
-        """Number of kept tokens among `emitted`, the last ones of `ids` `[1, length]`; whether the sequence then ends.
+    def first_stop(
+        self, length: int, emitted: list[int], scores: Tensor, raw: Tensor, ids: Tensor | None
+    ) -> tuple[int, bool]:
+        """Number of kept tokens among `emitted`, the last ones of `length` tokens; whether the sequence then ends.
+        `ids`: all tokens, `[1, length]`, unless `all_simple`.
 
         If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`.
         """
-        before = ids.shape[1] - len(emitted)
+        before = length - len(emitted)
         kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
         if kept >= room or not self.eos.isdisjoint(emitted):
             ends = [place for place, token in enumerate(emitted, 1) if token in self.eos or place >= room]
             kept, finished = ends[0], True
-        if self.all_simple:
+        if ids is None:
             if self.records.are_asked_for:
                 self.records.add_scores(scores, raw, kept)
             return kept, finished
@@ -341,7 +352,8 @@ class Walk:
         self._emitted.append(token)
         if child is not None:
             self._path.append(child)
-        _, self.ended = text.first_stop(self.ids, [token], scores[None], raw[None])
+        ids = None if text.all_simple else self.ids
+        _, self.ended = text.first_stop(self.ids.shape[1], [token], scores[None], raw[None], ids)
         self.node = None if self.ended else child
 
     @property

@@ -105,10 +105,12 @@ class RankText(OutputText):
         self.ranks.outcome = kept, bool(finished)
         return list(range(1, len(emitted))), emitted[-1]
 
-    def first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
+    def first_stop(
+        self, length: int, emitted: list[int], scores: Tensor, raw: Tensor, ids: Tensor | None
+    ) -> tuple[int, bool]:
         if self.ranks.is_first:
             with self.ranks.reporting_failure():
-                kept, finished = super().first_stop(ids, emitted, scores, raw)
+                kept, finished = super().first_stop(length, emitted, scores, raw, ids)
             self.ranks.send([int(finished), kept, *emitted])
             return kept, finished
         kept, finished = self.ranks.outcome

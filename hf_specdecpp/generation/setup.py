@@ -243,6 +243,7 @@ def why_chains(setup: DraftSetup, target: CausalLM, captures: bool, processing: 
         "tree=False": config.tree is False,
         f"rule={setup.rule(target)!r} drafts none of its own accord": setup.rule(target) != "throughput",
         "nothing drafts": not drafter.places,
+        "reproducible=True": config.reproducible,  # the test for reading trees is run once earlier texts suggest trees
         "captured rounds choose their shapes themselves": captures,
         "rows of a batch share passes": setup.rows > 1,
         "the target is spread over several processes": num_processes(target) > 1,

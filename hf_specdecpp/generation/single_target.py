@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +23,10 @@ from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import TargetSide
 from hf_specdecpp.generation.output_text import OutputText, Round
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_positions
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, keeping_generators
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, cache_argument
 from hf_specdecpp.models.checks import frequency_changes
-from hf_specdecpp.models.cpu.grouped_attention import separate_queries
+from hf_specdecpp.models.cpu.grouped_attention import HALF, separate_queries
 from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 
@@ -68,7 +71,7 @@ class TargetContext:
         if self.cached.num_tokens:  # a later turn
             self.cached.begin_round()
         self.changes = frequency_changes(target.config.get_text_config(decoder=True))
-        self._device = input_device(target)  # stored, because finding the device is slow
+        self._device = causal_lm.input_device(target)  # stored, because finding the device is slow
         # Models with their own method may read values of a 4-D mask, so `NO_MASK` is not for them.
         self.makes_usual_inputs = has_usual_inputs(target)
         self._padding: int | None = None  # tokens without a position
@@ -169,7 +172,8 @@ class TargetContext:
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Commit a pass over `num_candidates`: the `kept` emitted tokens stay, in a tree those on `path`. As in plain
         generation, the last emitted token is not in the cache. `outputs` are those of the forward."""
-        self._adopt(cache_among(outputs))
+        if getattr(outputs, CACHE, None) is not self.cached.cache:
+            self._adopt(cache_among(outputs))
         self.cached.commit(kept, num_candidates + 1, path)
         if self._spare:
             self._spare -= kept
@@ -215,7 +219,7 @@ def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> Callabl
     last token of `text` `[1, length]` on, in a copy of the cache as it is now. `read` returns logits `[count, vocab]`
     and the copy. With `as_tree` each token after the first has a sibling."""
     target, model_kwargs, saved = context.target, context.model_kwargs, SavedCache(context.cache)
-    device, last, length = input_device(target), int(text[0, -1]), text.shape[1]
+    device, last, length = causal_lm.input_device(target), int(text[0, -1]), text.shape[1]
 
     @torch.no_grad()
     def read(ids: Tensor, count: int) -> tuple[Tensor, Any]:
@@ -228,7 +232,7 @@ def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> Callabl
         tree_pass = TreePass(tree)
         rows = [tree_pass.rows[each] for each in (0, *tree.nodes_to(node))]
         inputs = copied.tree_inputs(text, tree_pass) if as_tree else copied.chain_inputs(text, tokens)
-        with keeping_generators(device):
+        with causal_lm.keeping_generators(device):
             logits = target(**inputs, return_dict=True).logits[0, -len(tree) - 1 :]
         copied.cached.commit(count, len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
         return logits[rows], copied.cache
@@ -315,11 +319,9 @@ class SingleTarget(TargetSide):
         else:
             inputs = context.tree_inputs(input_ids, each.rows)
         work, clock = self.work_clock(), time.perf_counter()
-        with separate_queries(not context.is_masked):
-            if self.states.are_read:
-                each.outputs = self.states.catch(self.model, **inputs, return_dict=True)
-            else:
-                each.outputs = self.model(**inputs, return_dict=True)
+        forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
+        with separate_queries() if self.model.dtype in HALF and not context.is_masked else nullcontext():
+            each.outputs = forward(**inputs, return_dict=True)
         each.width = context.width
         if self.device.type == "cpu":
             self.timed_pass = each.width, self.work_clock() - work, time.perf_counter() - clock
@@ -370,8 +372,7 @@ class SingleTarget(TargetSide):
         if trial.passes.reason is not None and self.stats.refusal is None:
             self._refuse(trial.passes.reason)
 
-    def _refuse(self, reason: str) -> None:
-        """Draft nothing more for this sequence, and warn once."""
+    def _refuse(self, reason: str) -> None:  # nothing more is drafted for this sequence
         self.stats.refusal = reason
         logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {reason}.")
 

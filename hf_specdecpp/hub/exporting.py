@@ -18,8 +18,7 @@ from hf_specdecpp.serving import Destination, Exported
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
 USUAL, MOST = 3, 8  # candidates per round: without a measurement, and at most with one
-# Time of a draft step in target passes, to choose the best fixed length; measured for the paper's models.
-COST_RATIO = 0.2
+COST_RATIO = 0.2  # time of a draft step in target passes, as with the models of the SpecDec++ paper
 
 
 def export(

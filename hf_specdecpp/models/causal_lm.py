@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ CausalLM: TypeAlias = Any
 # Names of position tables: embeddings, and buffers with a row or a column for each position. A decoder with such a
 # table cannot read sequences longer than the table; others, such as rotary ones, merely get worse.
 POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embeds_layer")
+OTHER_INPUTS = ("image", "vision", "visual", "audio")  # in names of parts that do not read text
 POSITION_BUFFERS = ("position_ids", "embed_positions", "pos_encoding")
 # Names of the cache in models and in `generate()`: "cache" from transformers 5.24 on.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -252,9 +254,12 @@ def longest_text(*models: CausalLM) -> float:
 def _position_rows(decoder: nn.Module) -> Iterator[int]:
     """Number of tokens that each position table has rows for.
 
-    Example: BART's table has 514 rows for 512 tokens (`offset`); RoBERTa's too, with `padding_idx` 1.
+    Example: BART's table has 514 rows for 512 tokens (`offset`); RoBERTa's too, with `padding_idx` 1. GIT's decoder
+    contains an encoder of images, whose table has a row for each patch of an image and is left out.
     """
-    for module in modules_of(decoder):
+    parts = decoder._modules.items()
+    of_text = [part for name, part in parts if part is not None and not any(kind in name for kind in OTHER_INPUTS)]
+    for module in [decoder, *chain.from_iterable(map(modules_of, of_text))]:
         for name in POSITION_EMBEDDINGS:
             if isinstance(table := module._modules.get(name), nn.Embedding):
                 padding = -1 if table.padding_idx is None else table.padding_idx

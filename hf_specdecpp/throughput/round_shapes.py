@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from statistics import median
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
@@ -52,17 +52,19 @@ class RoundSeconds:
             if shape.width == 1 and shape.levels in TIMED and shape not in self._typical:
                 self.record_round(shape, run(shape))
 
-    def of(self, shapes: Sequence[RoundShape]) -> np.ndarray:
-        """Seconds of a round of each shape; infinite for trees that have not run."""
-        known = sorted(shape.levels for shape in self._typical if shape.width == 1)
-        seconds = [self._typical[RoundShape(levels)] for levels in known]
-        most = max(shape.levels for shape in shapes)
-        if len(known) > 1 and most > known[-1]:
-            slope = max((seconds[-1] - seconds[0]) / (known[-1] - known[0]), 0.0)
-            known, seconds = [*known, most], [*seconds, seconds[-1] + slope * (most - known[-1])]
-        chains = np.interp([shape.levels for shape in shapes], known, seconds)
-        trees = [self._typical.get(shape, np.inf) for shape in shapes]
-        return np.where([shape.width == 1 for shape in shapes], chains, trees)
+    def of(self, shape: RoundShape) -> float:
+        """Seconds of a round; infinite for trees that have not run."""
+        if shape in self._typical or shape.width > 1:
+            return self._typical.get(shape, inf)
+        known = sorted(each for each in self._typical if each.width == 1)
+        place = bisect(known, shape)
+        is_longest = place == len(known)
+        before, after = (known[0], known[-1]) if is_longest else (known[max(place - 1, 0)], known[place])
+        first, last = self._typical[before], self._typical[after]
+        slope = (last - first) / max(after.levels - before.levels, 1)
+        if is_longest:
+            return last + max(slope, 0.0) * (shape.levels - after.levels)
+        return first + slope * (shape.levels - before.levels)
 
 
 class RuleShapes:
@@ -109,13 +111,14 @@ class FastestShapes:
         self.shapes, self.seconds = shapes, seconds
         self.gains: dict[RoundShape, Ledger] = {}
         self._trees = [shape for shape in shapes if shape.width > 1]
+        self._deepest = max(shape.levels for shape in shapes)
         self._probing: list[RoundShape] = []
         self._since, self._until_probe, self._next_tree = 0, PROBES[0], 0
 
     def choose_shape(self) -> RoundShape:
         if self._probing:
             return self._probing.pop()
-        best = self.shapes[int(self._expected_rates().argmax())]
+        best = max(self.shapes, key=self._expected_rate)
         self._since += 1
         if self._since >= self._until_probe and len(self.shapes) > 1:
             self._since, self._until_probe = 0, min(2 * self._until_probe, PROBES[1])
@@ -123,12 +126,11 @@ class FastestShapes:
             return self._probing.pop() if self._probing else best
         return best
 
-    def _expected_rates(self) -> np.ndarray:
-        """`[shapes]`, expected tokens per second."""
-        known = self.rates.expected_tokens(max(shape.levels for shape in self.shapes))
-        gains = np.array([self.gains[shape].rate if shape in self.gains else 1.0 for shape in self.shapes])
-        tokens = known[[shape.levels for shape in self.shapes]] * gains
-        return tokens / self.seconds.of(self.shapes)
+    def _expected_rate(self, shape: RoundShape) -> float:
+        """Expected tokens per second."""
+        tokens = self.rates.expected_tokens(self._deepest)[shape.levels]
+        gain = self.gains[shape].rate if shape in self.gains else 1.0
+        return float(tokens) * gain / self.seconds.of(shape)
 
     def _probe(self, best: RoundShape) -> list[RoundShape]:
         """Rounds that probe another shape than the best."""

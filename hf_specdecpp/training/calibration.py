@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.estimators import MODES
-from hf_specdecpp.estimation.metrics import binary_kl, ece
+from hf_specdecpp.estimation.metrics import SMALLEST, binary_kl, ece
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import recorded_chains
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -39,11 +39,12 @@ def run(config: TrainingConfig) -> dict[str, object]:
         rows = recorded_chains.record(made, "heldout", sampling)
         log_odds = recorded_chains.head_estimates(head, rows, made.drafter)
         fitting = calibration_half(made, sampling, rows["text"])
+        of_q = rows["scalars"][:, 0].exp().logit(SMALLEST)[fitting]
         calibration = calibrate(log_odds[fitting], rows["label"][fitting], rows["index"][fitting])
         raw, label, index = log_odds[~fitting], rows["label"][~fitting], rows["index"][~fitting]
         report[f"{sampling.temperature:g}"] = {
             **asdict(calibration),
-            "candidates": {"fitting": int(fitting.sum()), "measuring": int((~fitting).sum())},
+            "q": asdict(calibrate(of_q, rows["label"][fitting], rows["index"][fitting])),
             "before": quality(raw.sigmoid(), label, index),
             "after": quality(calibration.apply(raw, index).sigmoid(), label, index),
         }

@@ -21,7 +21,6 @@ from hf_specdecpp.training import evaluation
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import TrainingConfig, file_names, settings
 from hf_specdecpp.training.distillation.distill import REPORT
-from hf_specdecpp.training.evaluation import Outcome, time_per_token
 from hf_specdecpp.training.models import HEAD, load_assistant, load_target
 from hf_specdecpp.training.trainers import save_json
 from hf_specdecpp.version import __version__
@@ -38,9 +37,8 @@ def run(config: TrainingConfig) -> Path:
     assistant = load_assistant(config, load_target(config))
     # For generation in several processes, where `throughput` cannot measure costs and becomes `threshold`.
     first = next(iter(training["evaluation"]["sets"]["heldout"].values()))
-    points = [Outcome(**point) for point in first["curves"]["head"]]
-    best = min(points, key=time_per_token)
-    assistant.speculation = SpeculationConfig(**{"threshold": best.setting, **config.speculation})
+    best = max(first["curves"]["head"], key=lambda point: point["speed"])
+    assistant.speculation = SpeculationConfig(**{"threshold": best["setting"], **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
     folders = set()
     for role in ("target", "draft"):  # a Hub id if known, else the name without folders of this machine
@@ -51,8 +49,7 @@ def run(config: TrainingConfig) -> Path:
         elif read_from is not None and public_name(read_from) != read_from:
             setattr(assistant.config, f"{role}_id", public_name(read_from))
             folders.add(public_name(read_from))
-    output = Path(config.output)
-    assistant.save_pretrained(output)
+    assistant.save_pretrained(output := Path(config.output))
     card = make_card(assistant.contents().described(), assistant.head, training)
     data: Any = card.data
     data.base_model = [name for name in data.base_model or () if name not in folders] or None

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.estimators import LAGS, MODES
-from hf_specdecpp.estimation.metrics import auc
+from hf_specdecpp.estimation.metrics import SMALLEST, auc
 from hf_specdecpp.figures import ratio_of_sums
-from hf_specdecpp.hub.exporting import COST_RATIO
+from hf_specdecpp.files import read_json
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.throughput.known_costs import Rounds
 from hf_specdecpp.training import features, recorded_chains
 from hf_specdecpp.training.calibration import calibration_half, quality, survival
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.models import Trained
+from hf_specdecpp.training.models import HEAD, Trained
 from hf_specdecpp.training.rollouts import sets_to_evaluate
 from hf_specdecpp.training.trainers import save_json
 
@@ -39,7 +41,7 @@ def run(config: TrainingConfig) -> dict[str, Any]:
         for split in ("heldout", *sets_to_evaluate(config))
     }
     where = {"device": device_name(made.target.device), "dtype": str(made.target.dtype).removeprefix("torch.")}
-    report = {"cost_ratio": COST_RATIO, **where, "acceptance_by_rank": acceptance_by_rank(made), "sets": sets}
+    report = {**where, "acceptance_by_rank": acceptance_by_rank(made), "sets": sets}
     save_json(report, folder / REPORT)
     return report
 
@@ -63,9 +65,10 @@ def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
     if split == "heldout":
         measuring = ~calibration_half(made, sampling, rows["text"])
         rows = {name: values[measuring] for name, values in rows.items()}
-    estimates = all_estimates(made, rows, sampling.greedy)
+    estimates = all_estimates(made, rows, sampling)
     label, index = rows["label"].double(), rows["index"]
-    curves = rule_curves(*survivals(rows, estimates, made.head.inputs))
+    costs = Rounds(made.target, made.drafter, made.head, recorded_chains.MAX_TOKENS).assumed()
+    curves = rule_curves(*survivals(rows, estimates, made.head.inputs), costs.round_seconds(recorded_chains.MAX_TOKENS))
     return {
         "texts": len(rows["text"].unique()),
         "chains": int((index == 0).sum()),
@@ -74,17 +77,21 @@ def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
         "interval": acceptance_interval(label, rows["text"]),
         "estimators": {name: {"auc": auc(e, label), **quality(e, label, index)} for name, e in estimates.items()},
         "equal_verification": equal_verification(curves),
+        "speeds": {name: max(point.speed for point in points) for name, points in curves.items()},
         "curves": {name: [asdict(point) for point in points] for name, points in curves.items()},
     }
 
 
-def all_estimates(made: Trained, rows: dict[str, Tensor], greedy: bool) -> dict[str, Tensor]:
+def all_estimates(made: Trained, rows: dict[str, Tensor], sampling: Sampling) -> dict[str, Tensor]:
     """Estimated probabilities of acceptance `[n]`, in (0, 1): the calibrated head's, those of the confidence head that
-    the draft was published with, if any, and the draft's q."""
+    the draft was published with, if any, and the draft's q, without and with a calibration like the head's."""
     heads = [("head", made.head), ("published head", made.assistant.published_head)]
     log_odds = {name: recorded_chains.head_estimates(head.cpu(), rows, made.drafter) for name, head in heads if head}
-    estimates = {name: head.probability(log_odds[name], rows["index"], greedy) for name, head in heads if head}
-    estimates["draft probability"] = rows["scalars"][:, 0].exp()
+    greedy, index, of_q = sampling.greedy, rows["index"], rows["scalars"][:, 0].exp().logit(SMALLEST)
+    estimates = {name: head.probability(log_odds[name], index, greedy) for name, head in heads if head}
+    fitted = read_json(made.config.work / HEAD / "calibration.json")[f"{sampling.temperature:g}"]["q"]
+    calibrated = Calibration(**fitted).apply(of_q, index).sigmoid()
+    estimates |= {"draft probability": of_q.sigmoid(), "draft probability, calibrated": calibrated}
     return {name: estimate.double().clamp(1e-6, 1.0 - 1e-6) for name, estimate in estimates.items()}
 
 
@@ -101,39 +108,33 @@ def survivals(
     """The probability that all candidates of a chain up to each are accepted, `[chains, longest]`, NaN after a chain's
     end: the true probability, and by estimator the estimate that is known before the next candidate is drafted, which
     may be late or early by a candidate (`inputs` of the head)."""
-    lags = {"head": LAGS[inputs], "published head": LAGS["path"], "draft probability": 0}
+    lags = {"head": LAGS[inputs], "published head": LAGS["path"]}
     judged = {name: survival(each, rows["index"]) for name, each in estimates.items()}
-    judged = {name: functional.pad(each, (lags[name], -lags[name]), value=1.0) for name, each in judged.items()}
+    judged = {name: functional.pad(each, (lag := lags.get(name, 0), -lag), value=1.0) for name, each in judged.items()}
     return survival(rows["label"], rows["index"]), judged
 
 
-def rule_curves(true: Tensor, judged: Mapping[str, Tensor]) -> dict[str, list[Outcome]]:
-    """Outcomes of the threshold rule with each estimator at all thresholds, and of fixed lengths (see `survivals`)."""
+def rule_curves(true: Tensor, judged: Mapping[str, Tensor], seconds: Any) -> dict[str, list[Outcome]]:
+    """Outcomes of the threshold rule with each of the `survivals`, and of fixed lengths; `seconds` as in `outcome`."""
     whole = (~true.isnan()).sum(1)
     curves = {
-        name: [outcome(torch.minimum(stop_lengths(each, h), whole), true, h) for h in THRESHOLDS]
+        name: [outcome(torch.minimum(stop_lengths(each, h), whole), true, h, seconds) for h in THRESHOLDS]
         for name, each in judged.items()
     }
-    curves["fixed"] = [outcome(whole.clamp_max(length), true, length) for length in LENGTHS]
+    curves["fixed"] = [outcome(whole.clamp_max(length), true, length, seconds) for length in LENGTHS]
     return curves
 
 
 def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
     """`at_best`: the outcome of the best fixed length, and at its verification rate, for each other rule, the discard
     rate and the share of discards that the rule saves (`None` outside the rule's curve)."""
-    best = min(curves["fixed"], key=time_per_token)
+    best = max(curves["fixed"], key=lambda point: point.speed)
     at = {name: discards_at(points, best.verification_rate) for name, points in curves.items() if name != "fixed"}
     fewer = {
         name: 1.0 - rate / best.discard_rate if rate is not None and best.discard_rate > 0 else None
         for name, rate in at.items()
     }
-    found = {**asdict(best), "length": int(best.setting), "discard_rate_of": at, "fewer_discards": fewer}
-    return {"at_best": found}
-
-
-def time_per_token(point: Outcome, cost_ratio: float = COST_RATIO) -> float:
-    """Time per generated token in target passes (SpecDec++, equation 2.1 and N + N_discarded = N_draft + N_target)."""
-    return cost_ratio * (1.0 + point.discard_rate - point.verification_rate) + point.verification_rate
+    return {"at_best": {**asdict(best), "length": int(best.setting), "discard_rate_of": at, "fewer_discards": fewer}}
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
@@ -141,12 +142,13 @@ def time_per_token(point: Outcome, cost_ratio: float = COST_RATIO) -> float:
 
 @dataclass
 class Outcome:
-    """Discarded candidates and target passes per generated token, and candidates per round, of a rule at a setting."""
+    """Discarded candidates and passes per generated token, candidates per round, and tokens per second, of a rule."""
 
     setting: float
     discard_rate: float
     verification_rate: float
     mean_length: float
+    speed: float
 
 
 def stop_lengths(judged: Tensor, threshold: float) -> Tensor:
@@ -155,16 +157,16 @@ def stop_lengths(judged: Tensor, threshold: float) -> Tensor:
     return (1.0 - judged <= threshold).long().cumprod(1).sum(1) + 1
 
 
-def outcome(lengths: Tensor, true: Tensor, setting: float) -> Outcome:
-    """Expected discard and verification rate if the first `lengths` `[chains]` candidates of each chain are drafted.
+def outcome(lengths: Tensor, true: Tensor, setting: float, seconds: Any) -> Outcome:
+    """Expected rates if the first `lengths` `[chains]` candidates are drafted, in `seconds` `[longest + 1]` by length.
 
     Each chain is one round. A candidate is accepted with probability `true` `[chains, longest]` (the product of the
     labels up to the candidate), and a round generates its accepted candidates and one more token.
     """
     accepted = float(true.nan_to_num().cumsum(1).gather(1, lengths[:, None] - 1).sum())
     drafted, rounds = int(lengths.sum()), len(lengths)
-    generated = accepted + rounds
-    return Outcome(setting, (drafted - accepted) / generated, rounds / generated, drafted / rounds)
+    generated, spent = accepted + rounds, float(seconds[lengths.numpy()].sum())
+    return Outcome(setting, (drafted - accepted) / generated, rounds / generated, drafted / rounds, generated / spent)
 
 
 def discards_at(points: Sequence[Outcome], verification_rate: float) -> float | None:

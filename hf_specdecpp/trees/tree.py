@@ -3,6 +3,7 @@ tree in the target's pass (`TreePass`). No model inside."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,20 @@ class DraftTree:
         self.scores: dict[int, Tensor] = {}
         self.distributions: dict[int, Tensor] = {}
         self.passes = self.levels = 0
+
+    @classmethod
+    def of(cls, parents: list[int], tokens: list[int], estimates: list[float]) -> DraftTree:
+        """A tree whose nodes after the root have these parents, tokens and estimates."""
+        tree, children = cls(), [list[int]() for _ in range(len(tokens) + 1)]
+        tree.tokens, tree.parents = tree.tokens + tokens, tree.parents + parents
+        tree.values, tree.estimates = tree.values + [0.0] * len(tokens), tree.estimates + estimates
+        depths, ranks, tree.children = tree.depths, tree.ranks, children
+        for node, parent in enumerate(parents, 1):
+            siblings = children[parent]
+            depths.append(depths[parent] + 1)
+            ranks.append(len(siblings))
+            siblings.append(node)
+        return tree
 
     @property
     def candidates(self) -> list[int]:
@@ -134,10 +149,8 @@ class DraftTree:
     @property
     def widths(self) -> list[int] | None:
         """Number of nodes of each depth, from 1 on; `None` for chains."""
-        counts = [0] * max(self.depths)
-        for depth in self.depths[1:]:
-            counts[depth - 1] += 1
-        return counts
+        counts = Counter(self.depths)
+        return [counts[depth] for depth in range(1, len(counts))]
 
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
         """For the root and each drawn node of `path`: its children's estimates, and the accepted child's rank or

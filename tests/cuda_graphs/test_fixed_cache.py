@@ -1,16 +1,26 @@
 """Caches of captured passes: few sizes, and a bound of their memory."""
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import pytest
 import torch
 from support.devices.capturing import CHAIN
-from support.devices.pretend_graph import direct_graphs
+from support.devices.pretend_graph import direct_graphs, pretend_graphs
 from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from transformers import DynamicCache
 
 from hf_specdecpp.cuda_graphs import captured_target, fixed_cache
-from hf_specdecpp.cuda_graphs.fixed_cache import Budget, FixedCaches, capacity_for, rows_for, with_rows
+from hf_specdecpp.cuda_graphs.fixed_cache import (
+    Budget,
+    FixedCache,
+    FixedCaches,
+    capacity_for,
+    rows_for,
+    windows_of,
+    with_rows,
+)
 from hf_specdecpp.cuda_graphs.graphs import Graphs
 from hf_specdecpp.generation.stats import SpeculationStats
 
@@ -33,7 +43,7 @@ def test_batches_have_few_sizes() -> None:
 
 def of_texts(budget: Budget, rooms: list[int], forgot: list[Any]) -> list[tuple[list[int], int]]:
     """The rooms that remain after texts of these lengths, and how often graphs were forgotten."""
-    caches, found = FixedCaches(3, CPU, budget), []
+    caches, found = FixedCaches([inf] * 3, CPU, budget), []
     for tokens in rooms:
         budget.text += 1
         cache = caches.empty(tokens, None)
@@ -41,7 +51,7 @@ def of_texts(budget: Budget, rooms: list[int], forgot: list[Any]) -> list[tuple[
         for layer in layers:
             if not layer.is_initialized:
                 layer.lazy_initialization(*torch.zeros(2, 1, 2, 1, 4))
-        found.append((sorted(room for room, _ in caches.made), len(forgot)))
+        found.append((sorted(room for room, *_ in caches.made), len(forgot)))
     return found
 
 
@@ -60,11 +70,94 @@ def test_caches_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one text: of the target and of the draft, the smaller and the larger one."""
     monkeypatch.setattr(fixed_cache, "free_bytes", lambda _: 0.0)
     budget = Budget(CPU, lambda: None)
-    both, budget.text = [FixedCaches(3, CPU, budget) for _ in range(2)], 1
+    both, budget.text = [FixedCaches([inf] * 3, CPU, budget) for _ in range(2)], 1
     for caches in both:
         for tokens in (100, 300):
             caches.empty(tokens, None)
     assert [len(caches.made) for caches in both] == [2, 2]
+
+
+# Texts of known length. -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.takes(4)
+@pytest.mark.parametrize(
+    ("prompt_length", "new_tokens", "ahead", "rooms"),
+    [
+        (200, 90, 512, [512]),
+        (60, 100, 512, [256]),
+        (60, 400, 100, [256, 512]),  # the end may be far away, and a larger cache takes longer to read
+        (200, 90, -(1 << 30), [256, 512]),  # a mutant
+    ],
+)
+def test_a_cache_is_made_for_the_expected_tokens(
+    prompt_length: int, new_tokens: int, ahead: int, rooms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the draft's, too. A cache that grows is copied, and its graphs are captured once more."""
+    monkeypatch.setattr(captured_target, "AHEAD", ahead)
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=2, max_position_embeddings=1024)).float()
+    assistant = assistant_of("early_exit", target, **CHAIN)
+    with direct_graphs():
+        text = target.generate(
+            ids := prompt(prompt_length), assistant_model=assistant, max_new_tokens=new_tokens, do_sample=False,
+            pad_token_id=0,
+        )  # fmt: skip
+    assert assistant.stats.uncaptured is None
+    assert torch.equal(text, target.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0))
+    made = [sorted(room for room, *_ in owner.made) for owner in captured_target._known[target][1].budget.owners]
+    assert made == [rooms, rooms]
+
+
+# Layers with a window. ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [3, 9, 40])
+def test_windows_are_read_and_written_back(length: int) -> None:
+    """A text in a growing cache, which passes a fixed one and a larger one."""
+    model = tiny("gemma3_text")
+    windows, before = windows_of(model.config) or [], DynamicCache(config=model.config)
+    model(prompt(length), past_key_values=before)
+    small, large = (FixedCache(windows, capacity, CPU, spare=4) for capacity in (48, 64))
+    small.read(before, length)
+    large.copy_from(small)
+    layers: list[Any] = large.layers
+    assert {layer.capacity for layer in layers} == {min(windows) + 4, 64}
+    after = DynamicCache(config=model.config)
+    large.write(after, length)
+    pairs: list[Any] = list(zip(before.layers, after.layers, strict=True))
+    for one, other in pairs:
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+@pytest.mark.takes(6)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("mutant", [None, "spare", "all tokens"])
+def test_texts_longer_than_their_windows(mutant: str | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with a window keep the window and the nodes of a pass; texts and the cache that is returned are plain
+    generation's. A mutant keeps too little, another all."""
+    if mutant == "spare":
+        monkeypatch.setattr(FixedCaches, "set_width", lambda caches, _: setattr(caches, "spare", 1))
+    elif mutant == "all tokens":
+        monkeypatch.setattr(fixed_cache, "windows_of", lambda config: [inf] * config.num_hidden_layers)
+        monkeypatch.setattr(captured_target, "windows_of", fixed_cache.windows_of)
+    target = quiet_later_layers(tiny("gemma3_text"))
+    assistant, ids = assistant_of("early_exit", target, **CHAIN), torch.cat([prompt(20, seed) for seed in range(rows)])
+    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    plain = target.generate(ids, **how)
+    with pretend_graphs():
+        ours = target.generate(ids, assistant_model=assistant, **how)
+    assert torch.equal(ours.sequences, plain.sequences)
+    # The comparison with the target's own passes notices rows that are overwritten too early.
+    assert (assistant.stats.decided["rounds"] == "captured") == (mutant != "spare")
+    window, caches = min(windows_of(target.config) or []), captured_target._known[target][1].caches
+    layers: list[Any] = next(iter(caches.made.values())).layers
+    (kept,) = {layer.capacity for layer in layers} - {256} or {256}
+    assert (kept <= window + 8) == (mutant != "all tokens")
+    if mutant is None:
+        for one, other in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            torch.testing.assert_close(one.keys, other.keys)
 
 
 # A day of a server. ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from hf_specdecpp.cuda_graphs import model_copy as copies
-from hf_specdecpp.cuda_graphs.fixed_cache import num_cache_layers, why_not_copied
+from hf_specdecpp.cuda_graphs.fixed_cache import why_not_copied, windows_of
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import GROUPED, for_capture, grouped_attention
@@ -147,7 +147,7 @@ def test_what_cannot_go_on_in_rooms() -> None:
     layer.keys = None
     assert why_not_copied(shares) == "layers share the keys of others"
     mixed = tiny_of("qwen3_5_text")
-    assert num_cache_layers(mixed.config) is None
+    assert windows_of(mixed.config) is None
     assert "keeps" in str(why_not_copied(DynamicCache(config=mixed.config)))
 
 

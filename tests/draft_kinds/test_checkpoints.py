@@ -52,7 +52,7 @@ CASES = {
     },
     **{
         f"dspark, {name}": Case("dspark", dspark_files.VARIANTS[name].save, dspark_files.target_for)
-        for name in ("minicpm", "speculators", "specforge")
+        for name in ("minicpm", "speculators", "specforge", "gemma4")
     },
     "gemma4": Case(
         "gemma4",

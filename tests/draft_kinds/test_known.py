@@ -22,7 +22,7 @@ PACKAGE = Path(hf_specdecpp.__file__).parent
 ALLOWED = {
     ("config/assistant_config.py", "independent"), ("benchmark/contestants.py", "lookup"),
     ("hub/publishing.py", "lookup"),
-    ("serving.py", "eagle3"), ("assistant.py", "eagle3"),
+    ("serving.py", "eagle3"), ("serving.py", "dspark"), ("assistant.py", "eagle3"),
 }  # fmt: skip
 SHARED = {"acceptance", "checkpoints", "draft_kind", "known"}  # files of `drafts/` that are of no kind
 STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"

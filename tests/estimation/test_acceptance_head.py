@@ -256,6 +256,19 @@ def test_a_late_verdict_that_never_came_is_guessed() -> None:
     assert (rates.acceptance < before).all()
 
 
+def test_expected_tokens_are_kept_until_a_fit() -> None:
+    rates = AcceptanceRates()
+    first = before = rates.expected_tokens(7)
+    fits = []
+    for _ in range(70):
+        fits.append(rates.record_chain([0.6] * 3, 3, 0))
+        after = rates.expected_tokens(7)
+        assert (after is before) == (not fits[-1])
+        before = after
+    assert sum(fits) == 6
+    assert before[1] < first[1]
+
+
 @pytest.mark.parametrize(
     "truth", [lambda e: e, lambda e: e**3, lambda e: 0.1 + 0.0 * e], ids=["right", "high", "noise"]
 )

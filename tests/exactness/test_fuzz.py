@@ -66,6 +66,7 @@ def run(drawn: list[Case]) -> list[tuple[Case, Result]]:
     Case(family="hy_v4", new_tokens=5, records=("hidden_states",)),  # states [1, length, streams, size]
     Case(family="gemma3n_text", new_tokens=5, records=("hidden_states",)),  # [streams, 1, length, size]
     Case(family="moshi", new_tokens=30),  # beyond its window
+    Case(family="dory", attention="eager", new_tokens=5, records=("attentions",)),  # attentions of layers in a loop
     Case(family="gpt_neo", new_tokens=30, draft="exit some"),  # its attention has a `layer_id`
     # A processor has a tree's candidates, which the draft does not know.
     Case(draft="fewer ids", tree="static", processors=("neighbours",), new_tokens=5, length=1),

@@ -13,6 +13,7 @@ from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.throughput import known_costs
+from hf_specdecpp.trees.attention import check_trees
 
 KINDS: dict[str, dict[str, Any]] = {
     "threshold": {"rule": "threshold", "threshold": 0.5},
@@ -121,6 +122,8 @@ def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, r
     configured(assistant, **settings)
     for seed in (2, 3):
         said(target, assistant, ids, seed)  # learns costs, estimates, successors and answers
+    if rows == 1:
+        check_trees(assistant.setup().tree_readers(target))  # as an earlier text may have done
     configured(assistant, **settings, reproducible=True)
     assert (said(target, assistant, ids, seed=1), assistant.stats.drafted) == (first, drafted)
     assert said(target, assistant_of("conditioned", target, **settings, reproducible=True), ids, seed=1) == first

@@ -201,7 +201,7 @@ def preparing(method: str) -> Callable[[CausalLM], Any]:
     def put_on(target: CausalLM) -> Any:
         original = getattr(target, method)
         setattr(target, method, lambda *args, **kwargs: moved(original(*args, **kwargs)))
-        return lambda: vars(target).pop(method)
+        return lambda: delattr(target, method)
 
     return put_on
 

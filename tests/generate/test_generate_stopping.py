@@ -90,7 +90,8 @@ DRAFTS: dict[str, Any] = {
 @pytest.mark.parametrize(("family", "positions"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
 def test_a_text_that_ends_at_the_last_position(family: str, positions: str, draft: str) -> None:
     """Candidates after it have no positions: plain generation, which may go on, never reads them."""
-    target = tiny(family, num_hidden_layers=2, **{positions: 24})
+    changes: dict[str, Any] = {positions: 24}
+    target = tiny(family, num_hidden_layers=2, **changes)
     criteria = StoppingCriteriaList([MaxLengthCriteria(25)])
     arguments: dict[str, Any] = {"stopping_criteria": criteria, "max_new_tokens": 100, "do_sample": False}
     plain, assistant = target.generate(PROMPT, **arguments), DRAFTS[draft](target)

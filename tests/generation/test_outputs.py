@@ -45,7 +45,9 @@ def test_logits_are_those_of_the_model() -> None:
 @pytest.mark.parametrize("settings", [{"rule": "fixed", "num_tokens": 4}, TREES["dyspec"]], ids=["chain", "tree"])
 def test_records_hold_nothing_of_rejected_candidates(settings: dict[str, Any]) -> None:
     target = tiny("llama", num_hidden_layers=2, attn_implementation="eager")
-    asked = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states", "output_attentions"), True)
+    asked: dict[str, Any] = dict.fromkeys(
+        ("output_scores", "output_logits", "output_hidden_states", "output_attentions"), True
+    )
     assistant = assistant_for(target, mix=0.9, **settings)
     found = generate(target, assistant_model=assistant, return_dict_in_generate=True, **asked)
     assert assistant.stats.accepted < assistant.stats.drafted

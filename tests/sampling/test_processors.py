@@ -39,10 +39,10 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
+from hf_specdecpp.generation import refusals
 from hf_specdecpp.generation.batch.batch_target import InStep
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.entry import calls
 from hf_specdecpp.generation.output_text import OutputText, Walk
 from hf_specdecpp.sampling import processors
 from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, Warpers, for_row
@@ -109,7 +109,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
     "what is forbidden": (
         processors, "KNOWN", KNOWN | {logits_process.PrefixConstrainedLogitsProcessor}, "a trie, lookups"),
     "the draft asks": (Processing, "for_draft", lambda self: self, "a function that counts"),
-    "the draft asks behind an end": (calls, "ends_predictably", lambda *_: True, "a marked trie behind a criterion"),
+    "the draft asks behind an end": (refusals, "ends_predictably", lambda *_: True, "a marked trie behind a criterion"),
     "of transformers, so it is known": (
         processors, "KNOWN", KNOWN | {logits_process.PrefixConstrainedLogitsProcessor}, "a function that counts"),
     "rows by themselves": (InStep, "verify", rows_one_after_the_other, "one that counts for all rows"),

@@ -78,6 +78,20 @@ def throughput(step: float = 0.55) -> FastestShapes:
     return most
 
 
+def test_seconds_of_shapes_that_have_not_run() -> None:
+    """Those of the docstring; a tree has to be tried, and the shortest known chain is the least."""
+    seconds = RoundSeconds()
+    for levels, taken in ((3, 5.0), (0, 4.0), (7, 7.0)):
+        seconds.record_round(RoundShape(levels), taken)
+    assert [seconds.of(RoundShape(levels)) for levels in (0, 3, 5, 7, 14)] == pytest.approx([4.0, 5.0, 6.0, 7.0, 10.0])
+    assert seconds.of(TREES[0]) == np.inf
+    seconds.record_round(TREES[0], 6.0)
+    assert seconds.of(TREES[0]) == 6.0
+    alone = RoundSeconds()
+    alone.record_round(RoundShape(3), 5.0)
+    assert [alone.of(RoundShape(levels)) for levels in (1, 3, 9)] == [5.0, 5.0, 5.0]
+
+
 @pytest.mark.daily("0.1-(0.8, 0.12)", "0.1-(0.5, 0.02)", "0.55-(0.8, 0.02)", "0.55-(0.02, 0.01)", "3.0-(0.5, 0.3)")
 @pytest.mark.parametrize("chances", [(0.8, 0.12), (0.8, 0.02), (0.5, 0.3), (0.5, 0.02), (0.02, 0.01)], ids=str)
 @pytest.mark.parametrize("step", [0.1, 0.55, 3.0])

@@ -120,7 +120,12 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
         assert f"{part['candidates']:,} candidates, mean acceptance {part['mean_acceptance']:.3f}" in title
         if part["interval"] is not None:
             assert "[{:.3f}, {:.3f}]".format(*part["interval"]) in title
-        assert [row[0] for row in rows[2:]] == ["**head**", "draft probability", f"fixed length {best['length']}"]
+        assert [row[0] for row in rows[2:]] == [
+            "**head**",
+            "draft probability",
+            "draft probability, calibrated",
+            f"fixed length {best['length']}",
+        ]
         head = part["estimators"]["head"]
         assert rows[2][1:4] == [f"{head[metric]:.3f}" for metric in ("auc", "ece", "binary_kl")]
         fewer = best["fewer_discards"]["head"]

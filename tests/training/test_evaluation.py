@@ -13,6 +13,7 @@ from support.targets.models import VOCAB_SIZE
 from torch import Tensor
 from torch.testing import assert_close
 
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft_model import DraftSession
 from hf_specdecpp.estimation.acceptance_head import Calibration
@@ -31,9 +32,10 @@ from hf_specdecpp.training.evaluation import (
     outcome,
     stop_lengths,
     survivals,
-    time_per_token,
 )
 from hf_specdecpp.training.models import Trained, load_head
+
+JUDGES = {"head", "draft probability", "draft probability, calibrated"}
 
 
 @pytest.fixture(scope="module", params=["before", "after"])
@@ -52,9 +54,10 @@ def test_the_report(report: Any) -> None:
     assert temperatures_of == dict.fromkeys(("heldout", "sums"), ["1", "0"])
     for temperatures in report["sets"].values():
         for part in temperatures.values():
-            assert set(part["estimators"]) == {"head", "draft probability"}
+            assert set(part["estimators"]) == JUDGES
             assert all(0 <= e["ece"] <= 1 and 0 <= e["auc"] <= 1 for e in part["estimators"].values())
-            assert set(part["curves"]) == {"head", "draft probability", "fixed"}
+            assert set(part["curves"]) == set(part["speeds"]) == JUDGES | {"fixed"}
+            assert part["speeds"]["fixed"] == max(point["speed"] for point in part["curves"]["fixed"])
             assert set(part["equal_verification"]["at_best"]["fewer_discards"]) == set(part["curves"]) - {"fixed"}
 
 
@@ -82,9 +85,23 @@ def test_each_mode_has_its_calibration(fitted: Any) -> None:
     for temperature, mode in ((1.0, "sampled"), (0.0, "greedy")):
         rows = recorded_chains.record(made, "sums", Sampling(temperature, 0))
         raw = recorded_chains.head_estimates(made.head, rows, made.drafter)
-        ours = evaluation.all_estimates(made, rows, temperature == 0.0)["head"]
+        ours = evaluation.all_estimates(made, rows, Sampling(temperature, 0))["head"]
         expected = made.head.calibration[mode].apply(raw, rows["index"]).sigmoid().double()
         torch.testing.assert_close(ours, expected.clamp(1e-6, 1 - 1e-6))
+
+
+def test_the_rival_is_calibrated_like_the_head(fitted: Any) -> None:
+    """q, with a bias and temperatures from the half of the held-out prompts that the head was calibrated on."""
+    made, sampling = Trained.load(fitted), Sampling(1.0, 0)
+    rows = recorded_chains.record(made, "heldout", fitted.sampling(1.0))
+    estimates = evaluation.all_estimates(made, rows, sampling)
+    q = rows["scalars"][:, 0].exp()
+    assert_close(estimates["draft probability"].float(), q.clamp(1e-6, 1 - 1e-6), rtol=1e-3, atol=1e-6)
+    half = calibration.calibration_half(made, fitted.sampling(1.0), rows["text"])
+    found = calibrate(q.logit(1e-6)[half], rows["label"][half], rows["index"][half])
+    expected = found.apply(q.logit(1e-6), rows["index"]).sigmoid().double()
+    assert_close(estimates["draft probability, calibrated"], expected, rtol=1e-3, atol=1e-5)
+    assert float((expected - q).abs().max()) > 1e-2, "another estimate than q itself"
 
 
 @pytest.mark.daily("before-head-0.95", "after-draft probability-0.99")
@@ -100,7 +117,7 @@ def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: 
         ids, starts = texts[row]["input_ids"], [6, 12, 20]
         rows = recorder.of_text(ids, starts, torch.Generator())
         rows["text"] = torch.zeros_like(rows["start"])
-        estimates = evaluation.all_estimates(made, rows, greedy=True)
+        estimates = evaluation.all_estimates(made, rows, Sampling(0.0))
         true, judged = survivals(rows, estimates, fitted.head.inputs)
         for start, length in zip(starts, lengths(threshold, true, judged[judge]).tolist(), strict=True):
             assert length == live_length(made.drafter, torch.tensor([ids[:start]]), make_rule(config, estimator))
@@ -139,12 +156,11 @@ def test_evaluation_needs_a_head(tmp_path: Path) -> None:
 
 
 def test_discards_at_equal_verification_rate() -> None:
-    fixed = [Outcome(1, 0.2, 0.6, 1.0), Outcome(2, 0.6, 0.4, 3.0), Outcome(3, 1.2, 0.38, 4.8)]
-    head = [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)]
+    fixed = [Outcome(1, 0.2, 0.6, 1.0, 1.4), Outcome(2, 0.6, 0.4, 3.0, 1.7), Outcome(3, 1.2, 0.38, 4.8, 1.6)]
+    head = [Outcome(0.1, 0.1, 0.6, 0.8, 1.4), Outcome(0.2, 0.3, 0.4, 2.2, 1.9)]
     found = [equal_verification({"head": head, "fixed": points})["at_best"] for points in (fixed, fixed[2:])]
     assert found[0]["fewer_discards"]["head"] == pytest.approx(0.5)
     assert found[1]["fewer_discards"]["head"] is None
-    assert time_per_token(fixed[1], 0.2) == pytest.approx(0.2 * (1 + 0.6 - 0.4) + 0.4)
     assert found[0]["length"] == 2
 
 
@@ -183,15 +199,20 @@ def simulated(lengths: list[int], labels: list[list[float]], coins: int) -> tupl
     return discarded / generated, passes / generated
 
 
+SECONDS = Costs(0.2, (1.0, 1.1, 1.3), block=5).round_seconds(20)
+
+
 @pytest.mark.parametrize("rule", [4, 0.6])
 def test_expected_rates_are_what_coins_give(rule: float) -> None:
     labels, true, judged = recorded(0)
     drafted = lengths(rule, true, judged)
-    exact = outcome(drafted, true, 0.0)
+    exact = outcome(drafted, true, 0.0, SECONDS)
     discard_rate, verification_rate = simulated(drafted.tolist(), labels, coins=3000)
     assert exact.discard_rate == pytest.approx(discard_rate, rel=0.02)  # about eight standard deviations
     assert exact.verification_rate == pytest.approx(verification_rate, rel=0.02)
     assert exact.mean_length == pytest.approx(float(drafted.double().mean()))
+    spent = sum(SECONDS[length] for length in drafted.tolist())
+    assert exact.speed == pytest.approx(len(labels) / exact.verification_rate / spent)
 
 
 @pytest.mark.parametrize(("inputs", "estimates"), [

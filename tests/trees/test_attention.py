@@ -1,6 +1,7 @@
 """Masks and positions of a tree, what happens when they are wrong, and what `check_tree` refuses."""
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.masks import CachedPrompt, Nodes, inputs_in_place, tree_inputs, tree_mask
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_cache_layers
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, windows_of
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.trees.tree import relations
@@ -184,8 +185,8 @@ def test_the_model_is_tried_once_and_left_as_it_was() -> None:
 # Masks and positions for a cache of fixed size: passes are those over a cache that grows, whatever is hidden in it. ---
 
 
-ROOM = 48
-TREE = [-1, 0, 0, 1, 3]  # parents
+ROOM, SPARE = 48, 8
+TREE, FURTHER = [-1, 0, 0, 1, 3], 3  # parents, and nodes of later passes
 MODELS: dict[str, Callable[[], CausalLM]] = {
     "full": lambda: tiny("llama"), "windows and full": lambda: tiny("gemma3_text"), "windows": lambda: tiny("mistral"),
     "chunks": lambda: tiny_of("llama4_text"), "positions of its own": lambda: tiny("gpt2"),
@@ -203,14 +204,15 @@ def passes(
     cache, total = DynamicCache(config=model.config), length + padding
     model(text, past_key_values=cache, attention_mask=mask, position_ids=positions)
     cache.activate_past_recording()
-    room = FixedCache(num_cache_layers(model.config) or 0, ROOM, torch.device("cpu"))
+    room = FixedCache(windows_of(model.config) or [], ROOM, torch.device("cpu"), spare=SPARE)
     room.read(cache, total)
     position = positions[..., -1] + 1
     seen = tree_mask(model, cache, ancestors, depths, total, mask[0].bool())
     growing = {"attention_mask": seen, "position_ids": position[:, None] + depths}
     shown = torch.ones((1, ROOM), dtype=torch.bool)
     shown[0, :total] = mask[0].bool()
-    known: dict[str, Any] = {"seen": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
+    further = (0, FURTHER)
+    known: dict[str, Any] = {"seen": F.pad(ancestors, further), "depths": F.pad(depths, further), "places": depths}
     known |= {"num_prefix": torch.tensor([total]), "prompt": CachedPrompt(shown, position[:, None] - total)}
     given = change(known)
     room.prompt = given.pop("prompt")
@@ -246,6 +248,25 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "stands in rows": lambda _: {"depths": torch.arange(8), "places": torch.arange(5)},
     "one row short": lambda given: {"num_prefix": given["num_prefix"] - 1},
 }
+
+
+@pytest.mark.parametrize("spare", [4, 3], ids=["just enough", "a mutant"])
+@pytest.mark.parametrize("name", ["windows and full", "windows", "chunks"])
+@torch.no_grad()
+def test_rows_of_windows_are_used_in_turn(name: str, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window and the nodes of a pass, of which the root is part of both. With one less the last node takes the row of
+    a token that the root still sees."""
+    monkeypatch.setattr(sys.modules[__name__], "SPARE", spare)
+    monkeypatch.setattr(sys.modules[__name__], "FURTHER", 0)
+    same = [torch.allclose(*passes(MODELS[name](), length, 0), atol=1e-6) for length in range(20, 32)]
+    assert all(same) == (spare == 4)
+
+
+@torch.no_grad()
+def test_tokens_that_were_never_written_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt shorter than the window."""
+    monkeypatch.setattr(FixedCache, "shown", lambda _, tokens: tokens > -100)
+    assert not torch.allclose(*passes(MODELS["windows"](), 4, 0), atol=1e-6)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -58,6 +58,14 @@ class ContextRows:
         return keys, values
 
 
+class BlockLayer(Qwen3DecoderLayer):
+    """The weights of a layer; `added` is its output for its input and for the output of its attention."""
+
+    def added(self, block: Tensor, attended: Tensor) -> Any:
+        block = block + attended
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
 class DFlashModel(PreTrainedModel):
     """The weights of a draft. `reader` computes the context from the target's states; `embed_tokens` and `lm_head` are
     `None` if the target's are used; `token_ids` `[draft_vocab_size]` are the target's ids of the draft's tokens, `None`
@@ -65,14 +73,14 @@ class DFlashModel(PreTrainedModel):
 
     config_class = None
     _supports_sdpa = True
+    layer_class: Any = BlockLayer
     token_ids: Tensor | None
 
     def __init__(self, settings: DFlashSettings) -> None:
         config = settings.layer_config()
         super().__init__(config)
         self.settings, self.reader = settings, Context(settings, config)
-        layers = [Qwen3DecoderLayer(config, place) for place in range(config.num_hidden_layers)]
-        self.layers: Any = nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(self.layer_class(config, place) for place in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         vocab_size, size = config.vocab_size, config.hidden_size
@@ -143,8 +151,7 @@ class DFlashModel(PreTrainedModel):
             attended = functional.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=masks[view], scale=layer.self_attn.scaling, enable_gqa=True
             )
-            block = block + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-            block = block + layer.mlp(layer.post_attention_layernorm(block))
+            block = layer.added(block, layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
         final: Tensor = self.norm(block)
         return final
 

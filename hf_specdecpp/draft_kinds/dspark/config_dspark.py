@@ -12,9 +12,11 @@ from hf_specdecpp.config.value_checks import CURE, shown
 from hf_specdecpp.draft_kinds.checkpoints import INSTEAD, SPECULATORS, mapping
 from hf_specdecpp.draft_kinds.dflash import config_dflash
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
+from hf_specdecpp.draft_kinds.dspark.gemma4_layers import in_gemma4
 
 # Drafts of DeepSpec, whose config is a copy of the target's: these fields are the target's, not the draft's.
-COPIES = ("Qwen3DSparkModel", "LingDSparkModel")
+GEMMA4 = "Gemma4DSparkModel"
+COPIES = ("Qwen3DSparkModel", "LingDSparkModel", GEMMA4)
 OF_THE_TARGET = (
     "model_type", "partial_rotary_factor", "rope_scaling", "layer_types", "sliding_window", "use_sliding_window",
     "max_window_layers",
@@ -26,7 +28,6 @@ RELATIVES = {
     "Qwen35DSparkModel": "queries with an output gate, and heads of which a part is rotated",
     "has_embed_tokens": "attention sinks and quantised weights (Nemotron 3.5)",
     "pard_token": "attention sinks and quantised weights (Nemotron 3.5)",
-    "Gemma4DSparkModel": "layers of Gemma 4",
     "K3DSparkModel": "layers of Kimi K3, with latent attention",
     "Glm5DSparkForCausalLM": "layers of GLM 5, with latent attention",
     "MuseSparkDSparkModel": "layers of Muse Spark",
@@ -45,6 +46,7 @@ class DSparkSettings(DFlashSettings):
         confidence_head: whether the draft has a confidence head.
         confidence_with_markov: whether that reads the embedding of the token before, beside the row's state.
         says_layout: whether the repository says which row proposes the first candidate (`samples_anchor`).
+        gemma4_layers: whether the layers are those of Gemma 4 (`gemma4_layers.py`), rather than Qwen3's.
     """
 
     markov_rank: int = 0
@@ -52,6 +54,7 @@ class DSparkSettings(DFlashSettings):
     confidence_head: bool = False
     confidence_with_markov: bool = False
     says_layout: bool = True
+    gemma4_layers: bool = False
 
 
 def architectures(raw: Mapping[str, Any]) -> list[str]:
@@ -83,7 +86,8 @@ def read_block(raw: Mapping[str, Any]) -> DFlashSettings:
 def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DSparkSettings:
     """Read the settings from a config, and those of both heads from the tensors, by their names in the module.
     `ValueError` as `read_block`, and for a field that contradicts the tensors."""
-    block, given = read_block(raw), {**raw, **nested(raw)}
+    block, given, is_gemma4 = read_block(raw), {**raw, **nested(raw)}, GEMMA4 in architectures(raw)
+    block = in_gemma4(block, raw, named) if is_gemma4 else block
     rows, columns = ({name: tensor.shape[at] for name, tensor in named.items() if tensor.dim()} for at in (0, -1))
     rank, width = columns.get("markov_head.markov_w1.weight", 0), columns.get("confidence_head.proj.weight")
     with_markov = rank > 0 and width == block.layer["hidden_size"] + rank
@@ -113,6 +117,7 @@ def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DSpark
         confidence_head=width is not None,
         confidence_with_markov=with_markov,
         says_layout=says_layout,
+        gemma4_layers=is_gemma4,
     )
 
 

@@ -16,7 +16,16 @@ from hf_specdecpp.draft_kinds.acceptance import agreement, texts_for
 from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, target_of
 from hf_specdecpp.draft_kinds.dflash.loading_dflash import HEADS, DFlash, with_own_modules
 from hf_specdecpp.draft_kinds.draft_kind import Config, pinned
-from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings, is_embedded, nested, read_block, read_settings
+from hf_specdecpp.draft_kinds.dspark.config_dspark import (
+    GEMMA4,
+    DSparkSettings,
+    architectures,
+    is_embedded,
+    nested,
+    read_block,
+    read_settings,
+)
+from hf_specdecpp.draft_kinds.dspark.gemma4_layers import with_values
 from hf_specdecpp.draft_kinds.dspark.modeling_dspark import DSparkDraft, DSparkModel
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -54,6 +63,8 @@ class DSpark(DFlash):
         if {**raw, **nested(raw)}.get("rope_is_neox_style") is False:
             size = read_block(raw).layer_config().head_dim
             tensors = {name: in_halves(name, tensor, size) for name, tensor in tensors.items()}
+        if GEMMA4 in architectures(raw) and raw.get("attention_k_eq_v"):
+            tensors = with_values(tensors)
         return super().read(raw, tensors, source)
 
     def head_of(self, module: Any) -> AcceptanceHead | None:
@@ -69,7 +80,8 @@ class DSpark(DFlash):
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
         """If the repository does not say which row proposes the first candidate, measures the `agreement` of both
-        readings, keeps the better one, and sets `module.agreement`. Without a tokenizer that fits, takes the usual."""
+        readings, keeps the better one, and sets `module.agreement`. Without a tokenizer that fits, takes the usual. A
+        warning names a choice that was not measured, or is not the usual."""
         super().bind(module, target, name, dtype)
         module.agreement, usual = [], module.settings
         if usual.says_layout or usual.block_size < 2:
@@ -83,7 +95,7 @@ class DSpark(DFlash):
         module.settings = replace(usual, samples_anchor=chosen, says_layout=bool(rates))  # measured once
         module.agreement = rates.get(chosen, [])
         found = ", and ".join(f"{shares[0]:.0%} as {ROWS[first]}" for first, shares in rates.items())
-        log = logger.info if rates else logger.warning
+        log = logger.info if rates and chosen == usual.samples_anchor else logger.warning
         log(
             f"{name} does not say which row of a block proposes the first candidate (sample_from_anchor). That is "
             f"taken to be {ROWS[chosen]}: the first candidates {f'agree to {found}' if found else 'are not known'}."

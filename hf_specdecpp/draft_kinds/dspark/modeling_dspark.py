@@ -9,11 +9,14 @@ right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the l
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
+from hf_specdecpp.draft_kinds.dflash.modeling_dflash import BlockLayer, DFlashDraft, DFlashModel
 from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings
+from hf_specdecpp.draft_kinds.dspark.gemma4_layers import Gemma4Layer
 from hf_specdecpp.models.causal_lm import CausalLM
 
 
@@ -67,12 +70,18 @@ class ConfidenceHead(nn.Module):
 class DSparkModel(DFlashModel):
     """The weights of a draft. `markov_head` and `confidence_head` are `None` in a draft without them."""
 
+    settings: DSparkSettings
+
     def __init__(self, settings: DSparkSettings) -> None:
         super().__init__(settings)
         size, vocab_size = self.config.hidden_size, self.config.vocab_size
         self.markov_head = MarkovHead(settings, size, vocab_size) if settings.markov_rank else None
         self.confidence_head = ConfidenceHead(settings, size) if settings.confidence_head else None
         self.agreement: list[float] = []  # by `DSpark.bind`, if that measured it
+
+    @property
+    def layer_class(self) -> Any:
+        return Gemma4Layer if self.settings.gemma4_layers else BlockLayer
 
 
 class DSparkDraft(DFlashDraft):

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import isfinite
 from threading import Lock
 from typing import cast
 
 import torch
 
+from hf_specdecpp.caches.masks import why_not_in_place
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied, why_not_in_place
+from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
@@ -73,7 +75,11 @@ def _parts(
     texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide, not_whole: str | None
 ) -> tuple[Drafts, RoundTarget] | str:
     """Drafts and target that run graphs, or the reason for none. `not_whole`: why rounds are not captured whole."""
-    passes, is_entered = captured_target(usual.model, usual.generator.setup.speculation.compile), False
+    is_entered = False
+    try:
+        passes = captured_target(usual.model, usual.generator.setup.speculation.compile)
+    except Exception as error:  # noqa: BLE001 - quantised modules may have parts of any library
+        return f"its modules cannot be copied ({error!r})"
     with _choosing:
         is_busy, passes.busy = passes.busy, True
     if is_busy:
@@ -107,6 +113,9 @@ def _enter(
     widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes in whole rounds
     if not are_captured_whole_alone(usual):
         widths |= set(pass_widths(usual.generator.setup.most_tokens))
+    further = max(text.max_length - text.length for text in texts)
+    passes.expected = int(further) + 2 * max(widths) + SPARE if isfinite(further) else 0
+    passes.caches.set_width(max(widths))
     try:
         usual.enter(passes)
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
@@ -178,8 +187,6 @@ def _why_not(side: TargetSide) -> str | None:
         return f"there are no CUDA graphs on {side.device.type}"
     if len(devices_of(target)) > 1 or num_processes(target) > 1 or hasattr(target, "hf_device_map"):
         return "the target is spread over several devices or offloaded"
-    if getattr(target, "is_quantized", False):
-        return "the target is quantised"
     if torch.is_autocast_enabled(side.device.type):  # its copies of weights live only within its context
         return "autocast is on"
     if (reason := why_not_in_place(target) or why_not_copied(cache := cache_among(model_kwargs))) is not None:

@@ -32,16 +32,14 @@ _local = _Local()
 
 
 @contextmanager
-def separate_queries(are_separate: bool) -> Iterator[None]:
+def separate_queries() -> Iterator[None]:
     """Within a forward pass over a chain or a tree, attend from one query at a time, as passes over one token do.
 
     PyTorch's kernels add up the products of several queries in another order than those of one. In half precision the
-    results are then rounded differently, and one of two nearly tied tokens may become the better one.
-
-    Args:
-        are_separate: false for passes whose masks also hide tokens of the prompt; they attend from all queries at once.
+    results are then rounded differently, so of two nearly tied tokens the other one may be chosen. Not for passes whose
+    masks also hide tokens of the prompt.
     """
-    _local.separate = are_separate
+    _local.separate = True
     try:
         yield
     finally:
@@ -86,7 +84,7 @@ def grouped_attention(
         attend = partial(
             functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-        seen = _seen_keys(attention_mask) if _local.separate and query.dtype in HALF else None
+        seen = _seen_keys(attention_mask) if _local.separate else None
         if seen is not None:
             queries = zip(query.split(1, dim=2), seen, strict=True)
             output = torch.cat([attend(one, key[:, :, keys], value[:, :, keys]) for one, keys in queries], dim=2)

@@ -40,7 +40,7 @@ def theirs(folder: Path) -> Any:
     return draft
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "gemma4"])  # they have no such layers
 @torch.no_grad()
 def test_their_heads_say_what_ours_say(name: str, tmp_path: Path) -> None:
     _, target, _ = given_back(name, tmp_path)

@@ -166,7 +166,7 @@ def test_domino_by_its_architecture_alone() -> None:
 
 
 @pytest.mark.parametrize(("changes", "name"), [
-    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2 draft .DFlash with convolutions"),
+    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2 draft .DFlash with grouped dynamic causal conv.*selector"),
     ({"speculators_model_type": "dflash2"}, "DFlash2 draft"),
     ({"dflash_config": {"projector_type": "domino"}}, "Domino draft"),
     ({"speculators_model_type": "peagle", "dflash_config": {}}, "P-EAGLE draft"),

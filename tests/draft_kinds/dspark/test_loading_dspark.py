@@ -6,8 +6,22 @@ from typing import Any
 import pytest
 import torch
 from support.files.checkpoints import HIDDEN, edited
-from support.files.dspark_files import DEPTH, IDS, RANK, VARIANTS, VOCAB, YARN, Checkpoint, Formulas, target_for
+from support.files.dspark_files import (
+    DEPTH,
+    GREEDY,
+    IDS,
+    RANK,
+    VARIANTS,
+    VOCAB,
+    YARN,
+    Checkpoint,
+    Formulas,
+    target_for,
+)  # fmt: skip
+from support.targets.formulas import states_of
 from support.targets.models import prompt
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.draft_kinds import acceptance
@@ -144,6 +158,9 @@ def test_a_layout_that_is_not_said_is_measured(
     assert assistant.agreement == [0.8, 0.5]
     assert "sample_from_anchor" in caplog.text
     assert "5% as the row" in caplog.text
+    levels = {each.levelname for each in caplog.records if "sample_from_anchor" in each.getMessage()}
+    is_usual = checkpoint.fills_in == (checkpoint.dialect == "speculators")
+    assert levels == {"INFO" if is_usual else "WARNING"}, "another layout than the usual one is told"
     target.float()
     assistant.setup()
     assert len(measured) == 2
@@ -174,6 +191,48 @@ def test_real_agreement_tells_the_layouts_apart(tmp_path: Path, monkeypatch: pyt
                 for text, length in starts
             ]
         assert shares[0] == sum(hits) / len(starts)
+
+
+def taught(checkpoint: Checkpoint, folder: Path, texts: Tensor) -> Path:
+    """A draft that was trained in its layout to make the target's choices in `texts` `[batch, n]`, whose config does
+    not say which layout that is."""
+    folder, target = checkpoint.save(folder, sample_from_anchor=not checkpoint.fills_in), target_for()
+    draft: Any = SpecDecPPAssistant.from_pretrained(folder, target=target).ready_drafter()
+    draft.model.requires_grad_(True)
+    chosen, states = target(texts).logits.argmax(-1), states_of(target, draft, texts)
+    anchors = torch.arange(1, texts.shape[1] - draft.places)
+    answers = chosen[:, anchors[:, None] + torch.arange(draft.places)]
+    optimiser = torch.optim.Adam(draft.model.parameters(), 1e-2)
+    for _ in range(STEPS):
+        logits = draft.head_logits(draft.blocks_after(texts, states, anchors.expand(len(texts), -1)))
+        cross_entropy(logits.flatten(0, 2), answers.flatten()).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    tensors = {name: tensor.detach() for name, tensor in DSPARK.own_tensors(draft.model).items()}
+    return edited(checkpoint.save(folder), **tensors)
+
+
+STEPS = 60
+
+
+@pytest.mark.takes(6)
+@pytest.mark.parametrize("dialect", ["deepspec", "speculators", "gemma4"])
+@pytest.mark.parametrize("fills_in", [False, True])
+def test_a_trained_draft_is_read_in_its_layout(
+    dialect: str, fills_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is pretended: the agreement of a draft that learned one layout, and whose config says none."""
+    starts = torch.cat([1 + prompt(6, seed) % (VOCAB - 2) for seed in range(6)])
+    texts = target_for().generate(starts, attention_mask=torch.ones_like(starts), **GREEDY)
+    checkpoint = Checkpoint(dialect, rank=0, confidence="none", fills_in=fills_in, keys_are_values=False)
+    folder = taught(checkpoint, tmp_path, texts)
+    monkeypatch.setattr(loading_dspark, "texts_for", lambda *_: list(texts[:, None]))
+    assistant = load(folder)
+    assert assistant.ready_drafter().settings.samples_anchor is not fills_in
+    assert assistant.agreement[0] > 0.6
+    monkeypatch.setattr(loading_dspark, "texts_for", lambda *_: [])  # the other one
+    usual = load(folder).ready_drafter().settings.samples_anchor
+    assert usual is (dialect != "speculators")
 
 
 # What is refused. -----------------------------------------------------------------------------------------------------

@@ -127,6 +127,11 @@ MUTANTS = {
     "layer ids off by one": "deepspec",
     "the other pairs of dimensions": "liquid",
     "causal": "deepspec",
+    "the bias capped": "gemma4",
+    **dict.fromkeys(
+        ("unscaled embeddings", "no cap", "values without a norm", "scaled queries", "no factor", "all pairs"),
+        "gemma4, plain",
+    ),
 }
 
 

@@ -1,8 +1,9 @@
 """Rounds that are captured whole with processors that ask which tokens there were, and with others that no graph can
-run, which are called between the graphs; on pretended graphs."""
+run, which are called between the graphs; targets of which some can be captured, as a try shows; on pretended graphs."""
 
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from packaging.version import Version
 from support.devices.capturing import CHAIN, generate
 from support.devices.processors_between import MISTAKES
 from support.devices.whole_rounds import SAMPLED, TREE, batch, made, together
+from support.targets.models import assistant_of, quiet_later_layers, tiny
 from support.targets.outputs import PROCESSORS
+from support.targets.watchers import unnoticed
 from torch import Tensor
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import AttentionInterface, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from hf_specdecpp.cuda_graphs import captured_draft, captured_rounds
+from hf_specdecpp.caches import masks
+from hf_specdecpp.cuda_graphs import captured_draft, captured_rounds, model_copy
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.generation.captured.entering import BETWEEN
@@ -322,3 +326,85 @@ def test_a_trees_rows_are_moved_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert assistant.stats.decided["rounds"] == BETWEEN
         same = [torch.allclose(one.keys, other.keys, atol=1e-9) for one, other in zip(ours, plain, strict=True)]
         assert all(same) != mutant
+
+
+# Targets that a try shows to be captured or not. ----------------------------------------------------------------------
+
+
+@unnoticed
+def flash(_module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **_: Any) -> Any:
+    """FlashAttention of one sequence: no mask, each token sees those before it."""
+    assert mask is None
+    group, (count, held) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    hidden = torch.ones(count, held).triu(held - count + 1) > 0
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill_(hidden, -inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+@pytest.mark.parametrize("kind", ["independent", "early_exit"])
+def test_targets_with_flash_attention(kind: str, is_replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured passes replace it, because it takes no mask of a fixed cache."""
+    if not is_replaced:  # as before
+        for module in (masks, model_copy):
+            monkeypatch.setattr(module, "is_replaced", lambda config: config._attn_implementation == "sdpa")
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_pretended", flash)
+    target = quiet_later_layers(tiny("llama"))
+    expected = generate(target, None)
+    target.config._attn_implementation = "flash_attention_pretended"
+    assert torch.equal(generate(target, None), expected)
+    assistant = assistant_of(kind, target, **CHAIN)
+    assert torch.equal(generate(target, assistant), expected)
+    assert (assistant.stats.uncaptured is None) == is_replaced
+    assert (assistant.stats.decided["rounds"] == "captured") == is_replaced
+
+
+class Int8(torch.nn.Module):
+    """A layer whose weight is quantised, and multiplied in the dtype of its input. `waits`: as kernels do that look at
+    the numbers first."""
+
+    waits = False
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.scale: torch.Tensor
+        self.weight: torch.Tensor
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (layer.weight.detach() / scale).round().to(torch.int8))
+
+    @unnoticed
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = self.scale if not self.waits or float(self.scale.sum()) > 0 else -self.scale
+        return torch.nn.functional.linear(hidden, self.weight.to(hidden.dtype) * scale)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("kind", ["independent", "early_exit"])
+def test_quantised_targets(kind: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are captured unless their kernels wait for the device."""
+    monkeypatch.setattr(Int8, "waits", waits)
+    target: Any = quiet_later_layers(tiny("llama"))
+    target.is_quantized = True
+    for layer in target.model.layers:
+        layer.mlp.down_proj = Int8(layer.mlp.down_proj)
+    assistant = assistant_of(kind, target, **CHAIN)
+    assert torch.equal(generate(target, assistant), generate(target, None))
+    assert assistant.stats.accepted > 0
+    assert (assistant.stats.decided["rounds"] == "captured") == (not waits)
+    assert ("waits for the device" in str(assistant.stats.uncaptured)) == waits
+
+
+def test_a_target_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a library's layer has something that is not copied."""
+    target = quiet_later_layers(tiny("llama"))
+    assistant = assistant_of("independent", target, **CHAIN)
+
+    def fails(*_: Any, **_how: Any) -> Any:
+        raise TypeError("cannot pickle a stream")
+
+    monkeypatch.setattr("hf_specdecpp.cuda_graphs.captured_target.for_capture", fails)
+    assert torch.equal(generate(target, assistant), generate(target, None))
+    assert "its modules cannot be copied (TypeError" in str(assistant.stats.uncaptured)
+    assert assistant.stats.accepted > 0

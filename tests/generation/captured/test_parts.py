@@ -461,10 +461,7 @@ def test_a_first_round_that_cannot_be_captured(tmp_path: Path, monkeypatch: pyte
 def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a tree, once one was tried."""
 
-    def seconds(_: Any, shapes: list[RoundShape]) -> Any:
-        return torch.tensor([1.0 if shape == cheap else 50.0 for shape in shapes]).numpy()
-
-    monkeypatch.setattr(round_shapes.RoundSeconds, "of", seconds)
+    monkeypatch.setattr(round_shapes.RoundSeconds, "of", lambda _, shape: 1.0 if shape == cheap else 50.0)
     monkeypatch.setattr(round_shapes, "PROBES", (3, 12))
     monkeypatch.setattr(round_shapes, "PROBED", (2, 2))
     target, assistant = made("independent", tmp_path, rule="throughput")
@@ -497,11 +494,7 @@ def test_tokens_that_the_draft_has_not_read_come_in_time(
 ) -> None:
     """Where rounds without candidates pay, one with candidates reads the window when it is full. Without that the
     window would be written to behind its end."""
-    monkeypatch.setattr(
-        round_shapes.RoundSeconds,
-        "of",
-        lambda _, shapes: torch.tensor([50.0 * shape.levels + 1 for shape in shapes]).numpy(),
-    )
+    monkeypatch.setattr(round_shapes.RoundSeconds, "of", lambda _, shape: 50.0 * shape.levels + 1)
     monkeypatch.setattr(round_shapes, "PROBES", (1000, 1000))
     target, assistant = made(kind, tmp_path, rule="throughput", max_tokens=5)
     drafted = first_candidates(target, assistant)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.devices.capturing import generate
+from support.devices.pretend_graph import pretend_graphs
 from support.targets.models import assistant_of, quiet_later_layers, tiny
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -41,6 +42,20 @@ def texts(target: CausalLM, assistant: SpecDecPPAssistant) -> None:
 def made(kind: str, name: str, **further: Any) -> tuple[CausalLM, SpecDecPPAssistant]:
     target = quiet_later_layers(tiny("llama"))
     return target, assistant_of(kind, target, **{**SETTINGS[name], **further})
+
+
+@pytest.mark.takes(5)
+@pytest.mark.parametrize("name", ["fixed", "dyspec of 70"])
+def test_nothing_is_captured_afterwards_for_texts_of_known_length(name: str) -> None:
+    """Their caches have room for all expected tokens from the beginning."""
+    target, assistant = made("independent", name)
+    with pretend_graphs() as counts:
+        assistant.warm_up(LONGEST)
+        captured = counts["captured"]
+        for length, further in ((3, 20), (150, LONGEST - 150), (LONGEST - 20, 20)):
+            generate(target, assistant, length, max_new_tokens=further)
+            assert assistant.stats.uncaptured is None
+    assert counts["captured"] == captured
 
 
 @pytest.mark.daily("fixed-independent", "dyspec-eagle3", takes=5)

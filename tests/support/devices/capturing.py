@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.cuda_graphs import captured_target
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import Chain, DraftTree
@@ -30,8 +31,11 @@ PADDING = 5  # tokens before the second
 
 @pytest.fixture
 def pretended() -> Iterator[Counter[str]]:
-    """How often something was captured and replayed, which can be done on every device."""
-    with pretend_graphs() as counts:
+    """How often something was captured and replayed, which can be done on every device. Caches are made for prompts,
+    and grow with the texts, as where their length is not known."""
+    # Not the fixture `monkeypatch`, which would be undone after `pretend_graphs`, and put its functions back.
+    with pytest.MonkeyPatch.context() as patch, pretend_graphs() as counts:
+        patch.setattr(captured_target, "AHEAD", -(1 << 30))
         yield counts
 
 

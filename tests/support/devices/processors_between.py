@@ -46,7 +46,8 @@ class Between:
 
     def __init__(self, raw: Callable[[Path], Tensor], name: str) -> None:
         self.raw, self.text = raw, OutputText.__new__(OutputText)
-        self.text.ids, self.text.processing, self.text.eos = PROMPT, Processing(PROCESSORS[name]), set()
+        self.text.begin(PROMPT)
+        self.text.processing, self.text.eos = Processing(PROCESSORS[name]), set()
         self.text.max_length, self.text.randomness = float("inf"), TorchRandomness()
 
     def p(self, path: Path) -> Tensor:

@@ -23,7 +23,8 @@ Made = tuple[CausalLM, SpecDecPPAssistant]
 TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 9, "min_p": 0.01}
 KINDS = ["independent", "pard", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [
-    "dflash windows", "dflash windows alone", "dspark deepspec, rnn", "dspark speculators, rnn", "dspark liquid"
+    "dflash windows", "dflash windows alone", "dspark deepspec, rnn", "dspark speculators, rnn", "dspark liquid",
+    "dspark gemma4",
 ] * RETURNS_CHOSEN  # fmt: skip
 
 

@@ -178,6 +178,7 @@ MAKERS: dict[str, Callable[[Path], Sound]] = {
     "DFlash of speculators": _dflash("windows", "speculators"),
     "DSpark": _of_others(dspark_files.VARIANTS["deepspec, gated"].save, dspark_files.target_for),
     "DSpark of speculators": _of_others(dspark_files.VARIANTS["speculators, rnn"].save, dspark_files.target_for),
+    "DSpark, layers of Gemma 4": _of_others(dspark_files.VARIANTS["gemma4"].save, dspark_files.target_for),
     "Gemma 4": _gemma4("values are keys"),
     "Gemma 4, clusters": _gemma4("clusters"),
     "MTP": _mtp("glm4_moe"),

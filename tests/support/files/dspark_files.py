@@ -13,12 +13,13 @@ from torch.nn import functional as F
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.files.checkpoints import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, Numbers, layer_config, written
-from support.targets.formulas import attended, rms, rotated
+from support.targets.formulas import EPSILON, attended, rms, rotated
 from support.targets.models import prompt, tiny
 
 VOCAB, DEPTH, MASK, RANK, BLOCK = 23, 5, 22, HIDDEN, 4
 IDS = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 10, 12, 13, 15, 16, 17, 18, 20, 21])  # of a reduced vocabulary
-DIALECTS = ("deepspec", "speculators", "specforge", "liquid", "minicpm")
+DIALECTS = ("deepspec", "speculators", "specforge", "liquid", "minicpm", "gemma4")
+CAP, SCALES, GEMMA_THETA = 1.5, (0.3, 1.3), 5000.0  # of Gemma 4's layers
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Checkpoint:
     rope: str = "plain"  # or "yarn", or "noise": fields of the target's that are not the draft's
     seed: int = 0
     block: int = BLOCK
+    keys_are_values: bool = True  # in layers of Gemma 4
+    counted: bool = False  # the config does not have their heads
 
     @property
     def places(self) -> int:
@@ -57,6 +60,10 @@ class Checkpoint:
         found["hidden_norm.weight"] = numbers.norm(HIDDEN)
         for layer in range(2):
             found |= numbers.layer(f"layers.{layer}")
+            if self.dialect == "gemma4":
+                found |= self.of_gemma4(f"layers.{layer}", numbers, SCALES[layer])
+                if self.keys_are_values:
+                    del found[f"layers.{layer}.self_attn.v_proj.weight"]
         if self.own or self.reduced:
             found["lm_head.weight"] = numbers.random(size, HIDDEN)
         if self.own:
@@ -72,6 +79,10 @@ class Checkpoint:
             found |= {"d2t": IDS - torch.arange(len(IDS)), "t2d": known}
         is_head = ("markov_head.", "confidence_head.")
         return {f"{self.prefix * name.startswith(is_head)}{name}": tensor for name, tensor in found.items()}
+
+    def of_gemma4(self, name: str, numbers: Numbers, scale: float) -> dict[str, Tensor]:
+        norms = {f"{name}.{part}_feedforward_layernorm.weight": numbers.norm(HIDDEN) for part in ("pre", "post")}
+        return {**norms, f"{name}.layer_scalar": torch.full((1,), scale, dtype=torch.float64)}
 
     def markov(self, numbers: Numbers) -> dict[str, Tensor]:
         """A Markov head that knows which token mostly follows each token in a text of the target, so that a random
@@ -117,6 +128,18 @@ class Checkpoint:
         if self.dialect == "liquid":
             return {"architectures": ["Lfm2DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": self.block,
                     "dflash_config": block, **heads, "rope_is_neox_style": False}  # fmt: skip
+        if self.dialect == "gemma4":
+            rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 77.0},
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5,
+                                       "rope_theta": GEMMA_THETA}}  # fmt: skip
+            noise = {"head_dim": 6, "num_key_value_heads": 4, "sliding_window": 2,
+                     "layer_types": ["sliding_attention"] * 40, "hidden_size_per_layer_input": 0}  # fmt: skip
+            if not self.counted:
+                noise |= {"global_head_dim": HEAD_DIM, "num_global_key_value_heads": KV_HEADS}
+            return {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", **layer, **block, **heads,
+                    "block_size": self.block, "target_model_type": "gemma4_unified", "rope_parameters": rope,
+                    "rope_theta": ..., "hidden_act": ..., "hidden_activation": "gelu_pytorch_tanh", **noise,
+                    "final_logit_softcapping": CAP, "attention_k_eq_v": self.keys_are_values}  # fmt: skip
         of_target = {"layer_types": ["sliding_attention"] * 2, "model_type": "llama"} if self.rope == "noise" else {}
         flat = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **layer, **block, **heads, **of_target,
                 "block_size": self.block}  # fmt: skip
@@ -158,6 +181,9 @@ VARIANTS: dict[str, Checkpoint] = {
     "deepspec, early names": Checkpoint(prefix="logit_head."),
     "deepspec, plain": Checkpoint(rank=0, confidence="none", own=True),
     "minicpm": Checkpoint("minicpm", rope="noise"),
+    "gemma4": Checkpoint("gemma4"),
+    "gemma4, own values": Checkpoint("gemma4", head="rnn", own=True, keys_are_values=False),
+    "gemma4, plain": Checkpoint("gemma4", rank=0, confidence="none", counted=True),
     "liquid": Checkpoint("liquid", head="gated"),
     "specforge": Checkpoint("specforge", head="rnn", rope="yarn"),
     "specforge, fills in": Checkpoint("specforge", fills_in=True, says="field", confidence="state"),
@@ -186,13 +212,17 @@ class Formulas:
         shared = target.get_input_embeddings().weight
         table, ids = t.get("embed_tokens.weight", shared), torch.tensor([self.anchor] + [MASK] * (checkpoint.block - 1))
         state, places = table[ids], torch.arange(start + checkpoint.block)
+        if checkpoint.dialect == "gemma4" and mutant != "unscaled embeddings":
+            state = state * HIDDEN**0.5
         for layer in range(2):
             part = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in t.items()}
             x = rms(state, part["input_layernorm.weight"])
             normed = mutant == "input norm on the context"
             seen = torch.cat((rms(context, part["input_layernorm.weight"]) if normed else context, x))
             q, k, v = (
-                (rows @ part[f"self_attn.{name}_proj.weight"].T).view(-1, heads, HEAD_DIM)
+                (rows @ part.get(f"self_attn.{name}_proj.weight", part["self_attn.k_proj.weight"]).T).view(
+                    -1, heads, HEAD_DIM
+                )
                 for name, rows, heads in (("q", x, HEADS), ("k", seen, KV_HEADS), ("v", seen, KV_HEADS))
             )
             q = self.turned(rms(q, part["self_attn.q_norm.weight"]), places[start:])
@@ -200,6 +230,9 @@ class Formulas:
             visible = torch.ones(checkpoint.block, len(places), dtype=torch.bool)
             if mutant == "causal":
                 visible = places[start:, None] >= places
+            if checkpoint.dialect == "gemma4":
+                state = self.in_gemma4(state, (q, k, v), part, visible)
+                continue
             state = state + attended(q, k, v, visible) @ part["self_attn.o_proj.weight"].T
             x = rms(state, part["post_attention_layernorm.weight"])
             gate = F.silu(x @ part["mlp.gate_proj.weight"].T)
@@ -208,11 +241,31 @@ class Formulas:
         fills_in = checkpoint.fills_in != (mutant == "rows off by one")
         self.h = state[int(fills_in) :]
         self.u = self.h @ t.get("lm_head.weight", target.get_output_embeddings().weight).T
+        if checkpoint.dialect == "gemma4" and mutant != "no cap":
+            self.u = CAP * torch.tanh(self.u / CAP)
+
+    def in_gemma4(self, x: Tensor, heads: tuple[Tensor, ...], part: dict[str, Tensor], visible: Tensor) -> Tensor:
+        """The output of a layer: no scale in the attention, a norm of the values, norms of both branches, a factor."""
+        q, k, v = heads
+        if self.mutant != "values without a norm":
+            v = v * (v.pow(2).mean(-1, keepdim=True) + EPSILON).rsqrt()
+        scale = 1.0 if self.mutant == "scaled queries" else HEAD_DIM**0.5  # `attended` divides by its root
+        found = attended(q * scale, k, v, visible) @ part["self_attn.o_proj.weight"].T
+        x = x + rms(found, part["post_attention_layernorm.weight"])
+        y = rms(x, part["pre_feedforward_layernorm.weight"])
+        gate = F.gelu(y @ part["mlp.gate_proj.weight"].T, approximate="tanh")
+        y = (gate * (y @ part["mlp.up_proj.weight"].T)) @ part["mlp.down_proj.weight"].T
+        factor = 1.0 if self.mutant == "no factor" else part["layer_scalar"]
+        return (x + rms(y, part["post_feedforward_layernorm.weight"])) * factor
 
     def turned(self, x: Tensor, places: Tensor) -> Tensor:
         """Rotated by position, in pairs of neighbours for LiquidAI."""
         theta, scale = 10000.0, 1.0
         half = x.shape[-1] // 2
+        if self.checkpoint.dialect == "gemma4":  # half of the pairs are rotated, as in a whole head
+            turned = rotated(x, places, GEMMA_THETA)
+            pairs = torch.arange(x.shape[-1]) % half < (half if self.mutant == "all pairs" else half // 2)
+            return torch.where(pairs, turned, x)
         if self.checkpoint.rope == "yarn":
             return yarn(x, places, theta)
         if (self.checkpoint.dialect == "liquid") == (self.mutant == "the other pairs of dimensions"):
@@ -245,6 +298,7 @@ class Formulas:
             if self.mutant == "the first token only":
                 previous = self.anchor
             bias, memory = self.bias(place, previous, memory)
+        bias = CAP * torch.tanh(bias / CAP) if self.mutant == "the bias capped" else bias
         own = self.u[len(path)] + bias
         if not self.checkpoint.reduced:
             return own

@@ -152,7 +152,8 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
         texts, noise = torch.randint(1, config.vocab_size, (40, 50)).to(device), 0.05 * torch.randn(size, size)
     with TargetStates(target, catching) as caught:
         target(texts, use_cache=False)
-        states: Any = caught.states_of()[:, : texts.shape[1]]  # ProphetNet's layers also return those of its n-grams
+        states: Any = caught.states_of()
+    states = states[:, : texts.shape[1]]  # ProphetNet's layers also return those of its n-grams
     read, last = states.cpu().float().split((len(reads) * size, size), -1)
     layer: tuple[Any, Any] = model.get_submodule("decoder.layers.0"), model.get_submodule("reader.fc")
     first, fc = layer

@@ -225,7 +225,9 @@ def test_a_head_on_published_blocks(tmp_path: Path) -> None:
     train(again, ["head", "calibrate", "eval"])
     judged = json.loads((again.work / "evaluation" / "evaluation.json").read_text())["sets"]["heldout"]["1"]
     first = json.loads((config.work / "evaluation" / "evaluation.json").read_text())["sets"]["heldout"]["1"]
-    assert list(judged["estimators"]) == list(judged["curves"])[:-1] == ["head", "published head", "draft probability"]
+    names = ["head", "published head", "draft probability", "draft probability, calibrated"]
+    assert list(judged["estimators"]) == list(judged["curves"])[:-1] == names
+    assert list(judged["speeds"]) == [*names, "fixed"]
     assert judged["estimators"]["published head"]["auc"] == pytest.approx(first["estimators"]["head"]["auc"], abs=1e-3)
 
 
