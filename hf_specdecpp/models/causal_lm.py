@@ -178,8 +178,20 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
 
 def cache_argument(model: CausalLM) -> str:
     """Name of the cache among a forward's arguments (`cache_params` in Mamba2); the usual name if there is none."""
-    known = inspect.signature(type(model).forward).parameters
+    known = forward_parameters(type(model))
     return next((name for name in CACHE_NAMES if name in known), CACHE)
+
+
+def forward_parameters(kind: type[nn.Module]) -> set[str]:
+    """Names of the arguments of a class's forward, with those of the overridden forward if there are `**kwargs`."""
+    names: set[str] = set()
+    for own in (vars(each) for each in kind.__mro__ if each is not nn.Module):
+        if "forward" in own:
+            parameters = inspect.signature(own["forward"]).parameters
+            names.update(parameters)
+            if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+                break
+    return names
 
 
 def cache_among(values: Any) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache, QuantizedCache
 
-from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument
+from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument, forward_parameters
 from hf_specdecpp.models.quantised import quantised_activations
 
 WITHOUT_ASSISTANT = "Generate without an assistant"
@@ -37,7 +36,7 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
         )
     if not recurrent and keeps_recurrent_state(target):
         return "keeps a recurrent state, which cannot be rolled back when a candidate is rejected"
-    parameters = inspect.signature(type(target).forward).parameters
+    parameters = sorted(forward_parameters(type(target)))
     if cache_argument(target) not in parameters or not target._supports_default_dynamic_cache():
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
     if others := [name for name in parameters if name.endswith("_cache") and not name.startswith("use_")]:

@@ -223,10 +223,10 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
     for kind_of in kinds:
         for method in ("forward", "__call__"):
             code = getattr(kind_of, method)
-            if code not in _usual and is_foreign(code) and is_foreign(code, _ownpackage_of(kind_of, method, model)):
+            if code not in _usual and is_foreign(code) and is_foreign(code, _ownpackage_of(kind_of, model)):
                 yield ForeignCode(code, f"a forward of {kind_of.__name__}, {_name(code)}")
     for method in PREPARING if hasattr(model, PREPARING[0]) else ():  # other modules, such as drafts, have none
-        home = _ownpackage_of(type(model), method, model) if method == PREPARING[0] else None
+        home = _ownpackage_of(type(model), model) if method == PREPARING[0] else None
         if is_foreign(code := _method(model, method), home):
             yield ForeignCode(code, f"another {method}, {_name(code)}")
     yield from _replaced_functions(kinds)
@@ -286,11 +286,14 @@ def _method(model: CausalLM, name: str) -> Any:
     return vars(model).get(name) or getattr(type(model), name)
 
 
-def _ownpackage_of(kind: type[Any], method: str, model: CausalLM) -> str | None:
-    """The package of the model's class if `method` of `kind` is defined there, else `None`."""
-    owner = next(each for each in kind.__mro__ if method in vars(each))
+def _ownpackage_of(kind: type[Any], model: CausalLM) -> str | None:
+    """The package of the model's class if no other package defines a forward of `kind`, else `None`.
+
+    Example: with a model of the Hub, whose code is in the package "transformers_modules", a layer that extends
+    `nn.Module` returns "transformers_modules", and a layer that extends `LlamaAttention` returns `None`."""
     own = type(model).__module__.partition(".")[0]
-    return own if owner.__module__.partition(".")[0] == own else None
+    defining = [each for each in kind.__mro__ if "forward" in vars(each) and each is not nn.Module]
+    return own if {each.__module__.partition(".")[0] for each in defining} == {own} else None
 
 
 def _name(code: Any) -> str:

@@ -26,7 +26,7 @@ from torch.nn.modules import module as every_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -96,6 +96,24 @@ def patched_class(target: CausalLM) -> Any:
     original = kind.forward
     kind.forward = lambda self, states: steered(original(self, states), -1)
     return lambda: setattr(kind, "forward", original)
+
+
+def subclass(change: Callable[[Any], Any]) -> Callable[[CausalLM], Any]:
+    """A user's class of a model, which changes the logits."""
+
+    def put_on(target: CausalLM) -> Any:
+        base = type(target)
+
+        class Own(base):  # type: ignore[valid-type, misc]
+            def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+                output = super().forward(input_ids, position_ids=position_ids, **kwargs)
+                output.logits = change(output.logits)
+                return output
+
+        target.__class__ = Own
+        return lambda: setattr(target, "__class__", base)
+
+    return put_on
 
 
 class Steered(nn.Module):
@@ -207,12 +225,13 @@ def preparing(method: str) -> Callable[[CausalLM], Any]:
 
 
 def registered_mask(_: CausalLM) -> Any:
-    """In transformers' registry: hides the second token from passes over one token."""
+    """In transformers' registry: hides a token before from passes over one token."""
     original = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
     def mask(*args: Any, **kwargs: Any) -> Tensor:
         shown: Tensor = original(*args, **{**kwargs, "allow_is_causal_skip": False})
-        return shown if shown.shape[-2] > 1 else shown.index_fill(-1, torch.tensor([1]), False)
+        *_, width, length = shown.shape
+        return shown if width > 1 or length == 1 else shown.index_fill(-1, torch.tensor([length // 2]), False)
 
     ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = mask
     return lambda: ALL_MASK_ATTENTION_FUNCTIONS.__delitem__("sdpa")
@@ -230,6 +249,7 @@ OTHERWISE: dict[str, Callable[[CausalLM], Any]] = {
     "forward": patched_forward,
     "class": patched_class,
     "layer": replaced_layer,
+    "subclass": subclass(favourite),
     "all modules": everywhere,
     "evicting": evicting(16, 12),
     "evicting later": evicting(29, 3),
@@ -250,6 +270,7 @@ ALIKE: dict[str, Callable[[CausalLM], Any]] = {
     "masked logits": hook("lm_head", lambda output: output.index_fill(-1, torch.arange(3, 9), -torch.inf)),
     "only many rows": hook("model.layers.1", only_several(70)),
     "function": replaced_function(functional, "scaled_dot_product_attention", by=1.0),
+    "subclass of alike": subclass(lambda logits: logits.index_fill(-1, torch.arange(3, 9), -torch.inf)),
 }
 DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
     "chain": assistant_for,
@@ -264,7 +285,7 @@ def made(name: str, draft: str) -> tuple[CausalLM, SpecDecPPAssistant, Any]:
     target = tiny("llama")
     if draft == "early exit":
         quiet_later_layers(target)
-    is_later = draft == "early exit" and name != "layer"  # is made of what it finds
+    is_later = draft == "early exit" and name not in ("layer", "subclass")  # is made of what it finds
     assistant = None if is_later else DRAFTS[draft](target)
     take_off = {**OTHERWISE, **ALIKE}[name](target)
     return target, assistant or DRAFTS[draft](target), take_off
@@ -292,11 +313,11 @@ def _classes_are_as_before() -> Any:
     "last row-chain", "last row-early exit", "first row-lookup", "only passes of one token-tree",
     "only passes of several-chain", "only passes of several-early exit", "only passes of four or more-lookup",
     "lm_head-tree", "mean over the rows-chain", "mean over the rows-early exit", "pre-hook-lookup", "forward-tree",
-    "class-chain", "class-early exit", "layer-lookup", "all modules-tree", "evicting-chain", "evicting-early exit",
-    "evicting later-lookup", "evicting in one layer-tree", "evicting from the prompt on-chain",
+    "class-chain", "class-early exit", "layer-lookup", "subclass-chain", "all modules-tree", "evicting-chain",
+    "evicting-early exit", "evicting later-lookup", "evicting in one layer-tree", "evicting from the prompt on-chain",
     "evicting from the prompt on-early exit", "scaling the cache-lookup", "function of transformers-tree",
-    "function of PyTorch-chain", "function of PyTorch-early exit", "inputs-chain",
-    "arguments after each token-tree", "mask-tree",
+    "function of PyTorch-chain", "function of PyTorch-early exit", "inputs-chain", "arguments after each token-tree",
+    "mask-tree",
 )  # fmt: skip
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", OTHERWISE)
@@ -310,7 +331,7 @@ def test_what_treats_several_tokens_otherwise(name: str, draft: str) -> None:
         assert sum(first.puts, []) == plain[0].tolist()
         first.puts.clear()
     assert assistant.stats.refusal is not None
-    assert "LlamaForCausalLM runs" in str(assistant.stats)
+    assert re.search("(LlamaForCausalLM|Own) runs", str(assistant.stats))
     take_off()
     plain = target.generate(PROMPT, **GREEDY)
     assert torch.equal(target.generate(PROMPT, **GREEDY, assistant_model=assistant), plain)
@@ -703,16 +724,24 @@ def test_kernels_of_the_hub_are_known() -> None:
         assert (foreign_passes(target) is None) == is_known
 
 
-def test_a_models_own_code_is_not_others() -> None:
-    """Of a class that a user, or a repository, has written."""
-    target = tiny("llama")
-    base = type(target)
+def test_the_code_of_a_repository_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a class of another package overrides is compared."""
+    target, sources = tiny("llama"), "transformers_modules.org.repo"
+    (subclass(lambda logits: logits))(target)
+    assert foreign_passes(target) is not None
 
-    class Own(base):  # type: ignore[valid-type, misc]
+    class Norm(nn.Module):
+        def forward(self, states: Tensor) -> Tensor:
+            return states
+
+    class Llama(PreTrainedModel, GenerationMixin):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs)
+            raise NotImplementedError
 
-    target.__class__ = Own
+    for kind in (Norm, Llama):
+        monkeypatch.setattr(kind, "__module__", sources)
+        monkeypatch.setitem(kind.forward.__globals__, "__name__", sources)
+    target.__class__, target.model.norm = Llama, Norm()
     assert foreign_passes(target) is None
     target.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert foreign_passes(target) is not None

@@ -20,6 +20,7 @@ from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.generation.refusals import check_inputs
+from hf_specdecpp.models import foreign
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import early_exit
@@ -104,7 +105,8 @@ class LoopsItself(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("prompts", [PROMPT, BATCH])
-def test_positions_that_a_forward_counts_itself(prompts: Tensor) -> None:
+def test_positions_that_a_forward_counts_itself(prompts: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "KNOWN", {*foreign.KNOWN, __name__})  # like a class of transformers
     target = tiny("llama")
     target.__class__ = CountsItself
     plain = target.generate(prompts, **GREEDY)
@@ -208,3 +210,18 @@ def test_batches_with_an_adapter_for_each_row() -> None:
     rows = {"input_ids": torch.cat((prompt(), prompt(seed=1))), "adapter_names": ["default", "other"], **options}
     with pytest.raises(ValueError, match="each row has an adapter of its own"):
         target.generate(**rows, assistant_model=assistant)
+
+
+def test_a_class_that_passes_all_arguments_on() -> None:
+    target = tiny("llama")
+
+    class PassesOn(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    target.__class__ = PassesOn
+    check_target(target)
+    plain = target.generate(PROMPT, **GREEDY)
+    assistant = SpecDecPPAssistant.from_draft(informed_draft(plain), target, speculation=CHAIN)
+    assert torch.equal(target.generate(PROMPT, **GREEDY, assistant_model=assistant), plain)
+    assert assistant.stats.accepted > 0
