@@ -105,7 +105,7 @@ def _await(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
         except OSError:
             pass
         if process.poll() is not None or time.monotonic() > end:
-            errors = [line for line in log.read_text("utf-8", "replace").splitlines() if "Error" in line]
+            errors = [line for line in log.read_text("utf-8", "replace").splitlines() if "error" in line.lower()]
             how = f"is not ready after {START:.0f} s" if process.returncode is None else f"ended ({process.returncode})"
             raise RuntimeError("\n".join([f"vLLM {how}:", *errors[-8:]]))
         time.sleep(1.0)
