@@ -105,12 +105,13 @@ def train(settings: Path, stage: str, *options: str) -> None:
 def test_the_server_writes_answers_for_training(vllm: Served) -> None:
     rows = [row for split in ("train", "heldout") for row in answers.load(vllm.training.work, split)]
     assert sorted(row["temperature"] for row in rows) == [0.0] * len(QUESTIONS) + [1.0] * len(QUESTIONS)
-    wanted = dict(zip(map(tuple, vllm.prompts), (tokens for _, tokens in vllm.plain), strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(vllm.source)
+    wanted = dict(zip(map(tuple, vllm.prompts), (text for text, _ in vllm.plain), strict=True))
     for row in rows:
         prompt, answer = row["input_ids"][: row["prompt_length"]], row["input_ids"][row["prompt_length"] :]
-        assert 0 < len(answer) <= LENGTH + 1  # an answer is read as text, and may have another number of tokens
+        assert 0 < len(answer) <= LENGTH + 1  # an answer is read as text, and may have other tokens than were drawn
         if row["temperature"] == 0.0:
-            assert answer == wanted[tuple(prompt)]
+            assert tokenizer.decode(answer, skip_special_tokens=True) == wanted[tuple(prompt)]
         else:
             assert tuple(prompt) in wanted
 
@@ -139,7 +140,7 @@ def dflash(vllm: Served) -> tuple[str, SpecDecPPAssistant]:
     folder = vllm.folder / "dflash"
     known = zip(vllm.prompts, vllm.plain, strict=True)
     texts = [(torch.tensor([prompt + ids]), len(prompt)) for prompt, (_, ids) in known]
-    learned_drafts.blocks(vllm.target, texts, folder, is_dspark=False, steps=200)
+    learned_drafts.blocks(vllm.target, texts[::2], folder, is_dspark=False, steps=250)
     return vllm.serve("dflash", folder), loaded(folder, vllm)
 
 
