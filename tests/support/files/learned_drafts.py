@@ -1,8 +1,9 @@
-"""EAGLE-3, DFlash and DSpark drafts of one layer that have learned a sequence of their target by heart, for tests in
+"""EAGLE-3, DFlash and DSpark drafts of one layer that have learned answers of their target by heart, for tests in
 which other engines serve them: each engine must read the same weights in the same way for candidates to be accepted."""
 
+import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,14 @@ def eagle3(target: CausalLM, text: Tensor, folder: Path) -> float:
     return found
 
 
-def blocks(target: CausalLM, text: Tensor, folder: Path, is_dspark: bool) -> float:
-    """Write a published draft in the original format, with blocks of four rows that read three layers, for the second
-    half of `text` `[1, n]`; return its loss. DFlash proposes three candidates, DSpark four."""
+def blocks(
+    target: CausalLM, texts: Sequence[tuple[Tensor, int]], folder: Path, is_dspark: bool, steps: int = 140
+) -> float:
+    """Write a published draft in the original format, with blocks of four rows that read three layers; return its loss.
+    DFlash proposes three candidates, DSpark four.
+
+    `texts`: token ids `[1, n]`, with the number of tokens before those that the draft learns. Each of the `steps` is
+    for the next four of them."""
     config: Any = target.config
     size, vocab_size = config.hidden_size, config.vocab_size
     heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
@@ -80,18 +86,24 @@ def blocks(target: CausalLM, text: Tensor, folder: Path, is_dspark: bool) -> flo
     save_tensors(_first_weights(raw, target, is_dspark), folder / "model.safetensors")
     drafter: Any = SpecDecPPAssistant.from_pretrained(folder, target=target).ready_drafter()
     model = drafter.model.float()
-    states = states_of(target, drafter, text).detach()
-    anchors = torch.arange(text.shape[1] // 2 - 2, text.shape[1] - BLOCK)[None]
-    places = anchors[0, :, None] + torch.arange(drafter.places)
+    known_states = [states_of(target, drafter, text).detach() for text, _ in texts]
+    vocab = torch.cat([text[0] for text, _ in texts])
+    turns = itertools.cycle(zip(texts, known_states, strict=True))
 
     def loss() -> Tensor:
-        known = torch.cat((text[0], torch.randint(vocab_size, (OTHERS,)))).unique()
+        known = torch.cat((vocab, torch.randint(vocab_size, (OTHERS,)))).unique()
+        return torch.stack([of_text(known, *next(turns)) for _ in range(min(4, len(texts)))]).mean()
+
+    def of_text(known: Tensor, learned: tuple[Tensor, int], states: Tensor) -> Tensor:
+        text, first = learned
+        anchors = torch.arange(first - 1, text.shape[1] - BLOCK)[None]
+        places = anchors[0, :, None] + torch.arange(drafter.places)
         logits = drafter.blocks_after(text, states, anchors)[0] @ drafter.head.weight[known].T
         if is_dspark:
             logits = logits + model.markov_head.markov_w1(text[0, places]) @ model.markov_head.markov_w2.weight[known].T
         return functional.cross_entropy(logits.flatten(0, 1), torch.searchsorted(known, text[0, places + 1]).flatten())
 
-    found = learn(model.parameters(), loss, 140, 4e-3)
+    found = learn(model.parameters(), loss, steps, 4e-3)
     save_tensors(DFLASH.own_tensors(model), folder / "model.safetensors")
     return found
 
