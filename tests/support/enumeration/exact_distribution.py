@@ -13,6 +13,7 @@ from torch import Tensor
 Tokens = tuple[int, ...]
 Probs = dict[Tokens, float]
 VISIBLE = 1e-3  # an error that is no rounding
+NEVER = 1e-14  # of several nearly equal numbers of the size 1, the rounding error of a difference
 
 
 class Replay:
@@ -107,12 +108,14 @@ def accepted_in(toy: Any) -> float:
 
 
 def worst_error(probs: Probs, p: Callable[[Tokens], Tensor], vocab: int) -> float:
-    """Largest error of the next token's probabilities, over every prefix that is emitted. `p(prefix)`: `[vocab]`."""
+    """Largest error of the next token's probabilities, over every prefix that is emitted with a probability that
+    rounding does not explain (`NEVER`). `p(prefix)`: `[vocab]`."""
     masses: dict[Tokens, Tensor] = defaultdict(lambda: torch.zeros(vocab, dtype=torch.float64))
     for emitted, weight in probs.items():
         for length, token in enumerate(emitted):
             masses[emitted[:length]][token] += weight
-    return max(float((mass / mass.sum() - p(prefix)).abs().max()) for prefix, mass in masses.items())
+    emitted_ones = {prefix: mass for prefix, mass in masses.items() if float(mass.sum()) > NEVER}
+    return max(float((mass / mass.sum() - p(prefix)).abs().max()) for prefix, mass in emitted_ones.items())
 
 
 def largest_error(rounds: Iterable[Any]) -> float:
