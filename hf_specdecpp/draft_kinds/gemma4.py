@@ -22,7 +22,7 @@ from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import as_described, mapping
 from hf_specdecpp.draft_kinds.draft_kind import Config, PublishedKind, pinned
-from hf_specdecpp.drafting.draft import DraftingSession, SharedContext, StateDraft
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
 from hf_specdecpp.drafting.draft_model import as_wide_as
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
 from hf_specdecpp.models.early_exit import layer_stack
@@ -86,6 +86,7 @@ class Gemma4Draft(StateDraft):
         reader.hidden_size = reader.embedding_size = model.config.backbone_hidden_size
         super().__init__(model, reader, target)
         self.own = model.config.get_text_config()
+        self.hidden_size = int(self.own.hidden_size)
         found = sources(target.config.get_text_config(decoder=True))
         self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
         self.embeddings = target.get_input_embeddings()
@@ -95,10 +96,6 @@ class Gemma4Draft(StateDraft):
         model = self.model  # with token clusters only some rows of the head are read
         head = model.lm_head if model.masked_embedding is None else model.masked_embedding
         return [model.pre_projection, model.model, model.post_projection, head]
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.own.hidden_size)
 
     def round_steps(self, vocab_size: int) -> SharedSteps | None:
         return None if self.captured_copy is None else SharedSteps(self.captured_copy, vocab_size)
@@ -128,9 +125,9 @@ class Gemma4Draft(StateDraft):
         embeddings: Tensor = self.embeddings(known.to(self.embeddings.weight.device))
         return embeddings.to(tokens.device)
 
-    def rows(self, text: SharedContext) -> SharedRows:
-        """Return the keys, values and masks for a round. Sliding layers: the last `window - 1` rows of the cache, as
-        the target's window includes the token itself."""
+    def rows(self, text: Any) -> SharedRows:
+        """Return the keys, values and masks for a round; `text` as in `bind_cache`. Sliding layers: the last `window -
+        1` rows of the cache, as the target's window includes the token itself."""
         shown, rows, masks = text.shown, {}, {}
         for kind, place in self.sources.items():
             layer = text.cache.layers[place]
@@ -189,11 +186,11 @@ class SharedSession(DraftingSession):
     def __init__(self, draft: Gemma4Draft, vocab_size: int) -> None:
         super().__init__()
         self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
-        self._text: Any = None  # a `SharedContext`
+        self._text: Any = None  # see `bind_cache`
         self._seen: SharedRows | None = None  # in this round
         self._states: dict[int, Tensor] = {}  # `[embedding_size]` by tree node; a chain uses 0
 
-    def bind_cache(self, text: SharedContext) -> None:
+    def bind_cache(self, text: Any) -> None:
         cache = text.cache
         if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
             raise ValueError(
@@ -220,9 +217,6 @@ class SharedSession(DraftingSession):
             return self._pass(self._last, self._state, nodes)
         tokens = torch.tensor([[tree.tokens[node] for node in nodes]], device="cpu")
         return self._pass(tokens, torch.stack([self._states[tree.parents[node]] for node in nodes])[None], nodes)
-
-    def commit_path(self, path: list[int]) -> None:
-        """Does nothing: accepted tokens are read in the next round, from the target's cache and final state."""
 
     def _pass(self, tokens: Tensor, states: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor]:
         """Return logits and hidden states after these nodes, and store the states that the next steps read."""

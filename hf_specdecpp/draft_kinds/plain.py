@@ -136,6 +136,3 @@ class NoSession(DraftingSession):
 
     def propose_next(self, _candidates: list[Tensor]) -> None:
         pass
-
-    def commit_path(self, path: list[int]) -> None:
-        pass

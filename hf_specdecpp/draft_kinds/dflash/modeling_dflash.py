@@ -319,9 +319,6 @@ class BlockSession(DraftingSession):
         after = after.masked_fill((depths > rows)[:, None], float("-inf"))
         return self.draft.of_target(after, self.vocab_size), states
 
-    def commit_path(self, path: list[int]) -> None:
-        """Does nothing: accepted candidates are read in the next round, with the target's states."""
-
     def _block(self) -> tuple[Tensor, Tensor]:
         """Logits `[places, d]` of the LM head, and final states `[places, hidden_size]`, of this round's block."""
         if self._found is None:

@@ -92,16 +92,13 @@ class DSparkDraft(DFlashDraft):
         super().__init__(model, target)
         self.agreement = model.agreement
         self.memory_size = 0 if model.markov_head is None else model.markov_head.memory_size
-
-    @property
-    def hidden_size(self) -> int:
-        return super().hidden_size + int(self.model.settings.markov_rank)
+        self.hidden_size += model.settings.markov_rank
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         if (markov := self.model.markov_head) is None:
             return super().logits(hidden, vocab_size)
-        sizes = super().hidden_size, int(self.model.settings.markov_rank), self.memory_size
-        own, e, memory = hidden.split(sizes, dim=-1)
+        rank = self.model.settings.markov_rank
+        own, e, memory = hidden.split((self.hidden_size - rank, rank, self.memory_size), dim=-1)
         return self.of_target(self.head_logits(own) + markov(e, own, memory)[0], vocab_size)
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
