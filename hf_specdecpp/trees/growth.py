@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 import torch
@@ -237,11 +238,11 @@ class SlotValuation:
     """Turns estimates into a(y) and slot priorities. `rates` calibrates by verified candidates (not in the paper)."""
 
     def __init__(self, rates: AcceptanceRates | None = None) -> None:
-        self._learned = rates
+        self.rates: Any = rates
 
     def calibrated(self, estimate: float) -> float:
         """a(y), given the estimate."""
-        return estimate if self._learned is None else self._learned.calibrated(estimate)
+        return estimate if self.rates is None else self.rates.calibrated(estimate)
 
     def expected(self, _last: float | None, _chance: float | None = None, /) -> float:
         """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling,
