@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 from statistics import median
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
@@ -56,15 +57,10 @@ class RoundSeconds:
         """Seconds of a round; infinite for trees that have not run."""
         if shape in self._typical or shape.width > 1:
             return self._typical.get(shape, inf)
-        known = sorted(each for each in self._typical if each.width == 1)
-        place = bisect(known, shape)
-        is_longest = place == len(known)
-        before, after = (known[0], known[-1]) if is_longest else (known[max(place - 1, 0)], known[place])
-        first, last = self._typical[before], self._typical[after]
-        slope = (last - first) / max(after.levels - before.levels, 1)
-        if is_longest:
-            return last + max(slope, 0.0) * (shape.levels - after.levels)
-        return first + slope * (shape.levels - before.levels)
+        known = sorted((each.levels, self._typical[each]) for each in self._typical if each.width == 1)
+        levels, seconds = zip(*known, strict=True)
+        slope = max(seconds[-1] - seconds[0], 0.0) / max(levels[-1] - levels[0], 1)
+        return float(np.interp(shape.levels, levels, seconds)) + slope * max(shape.levels - levels[-1], 0)
 
 
 class RuleShapes:
@@ -116,15 +112,13 @@ class FastestShapes:
         self._since, self._until_probe, self._next_tree = 0, PROBES[0], 0
 
     def choose_shape(self) -> RoundShape:
-        if self._probing:
-            return self._probing.pop()
-        best = max(self.shapes, key=self._expected_rate)
-        self._since += 1
-        if self._since >= self._until_probe and len(self.shapes) > 1:
-            self._since, self._until_probe = 0, min(2 * self._until_probe, PROBES[1])
-            self._probing = self._probe(best)
-            return self._probing.pop() if self._probing else best
-        return best
+        if not self._probing:
+            self._probing = [best := max(self.shapes, key=self._expected_rate)]
+            self._since += 1
+            if self._since >= self._until_probe and len(self.shapes) > 1:
+                self._since, self._until_probe = 0, min(2 * self._until_probe, PROBES[1])
+                self._probing = self._probe(best) or self._probing
+        return self._probing.pop()
 
     def _expected_rate(self, shape: RoundShape) -> float:
         """Expected tokens per second."""
