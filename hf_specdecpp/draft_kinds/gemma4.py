@@ -66,113 +66,6 @@ def heads_of(attention: Any) -> tuple[int, int]:
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
-class Gemma4Draft(StateDraft):
-    """Drafts with a Gemma 4 assistant that is bound to its target (`PublishedKind.bind`).
-
-    A step reads a token and the state at the token before: the target's final state for the last verified token, the
-    draft's own state for candidates. The draft has no keys and values; it attends to the target's, and uses the
-    target's embeddings.
-    """
-
-    shares_cache = True
-    cannot = {
-        "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of a "
-        "batch lie among one another's there. Call generate() once a sequence.",
-    }
-
-    def __init__(self, model: CausalLM, target: CausalLM) -> None:
-        reader = StateReader()
-        reader.reads = [FINAL]
-        reader.hidden_size = reader.embedding_size = model.config.backbone_hidden_size
-        super().__init__(model, reader, target)
-        self.own = model.config.get_text_config()
-        self.hidden_size = int(self.own.hidden_size)
-        found = sources(target.config.get_text_config(decoder=True))
-        self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
-        self.embeddings = target.get_input_embeddings()
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        model = self.model  # with token clusters only some rows of the head are read
-        head = model.lm_head if model.masked_embedding is None else model.masked_embedding
-        return [model.pre_projection, model.model, model.post_projection, head]
-
-    def round_steps(self, vocab_size: int) -> SharedSteps | None:
-        return None if self.captured_copy is None else SharedSteps(self.captured_copy, vocab_size)
-
-    def rows_in(self, cache: FixedCache) -> SharedRows:
-        """Return the keys, values and masks for a captured round, from the target's `FixedCache`."""
-        layers: list[Any] = cache.layers
-        rows = {kind: (layers[place].keys, layers[place].values) for kind, place in self.sources.items()}
-        position = cache.length[:, None]
-        if cache.prompt is not None:
-            position = position + cache.prompt.offset
-        masks: dict[str, Tensor | None] = {}
-        for kind, place in self.sources.items():
-            tokens = cache.tokens_of(layers[place].capacity, length := cache.length[:, None])
-            seen = cache.shown(tokens.expand(len(length), -1)) & (tokens < length)
-            if kind == "sliding_attention":  # the target's window includes the token itself
-                seen = seen & (tokens > length - self.own.sliding_window)
-            masks[kind] = seen[:, None, None]
-        return SharedRows(rows, masks, position)
-
-    def session(self, vocab_size: int) -> SharedSession:
-        return SharedSession(self, vocab_size)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
-        known = tokens.where(tokens < len(self.embeddings.weight), 0)
-        embeddings: Tensor = self.embeddings(known.to(self.embeddings.weight.device))
-        return embeddings.to(tokens.device)
-
-    def rows(self, text: Any) -> SharedRows:
-        """Return the keys, values and masks for a round; `text` as in `bind_cache`. Sliding layers: the last `window -
-        1` rows of the cache, as the target's window includes the token itself."""
-        shown, rows, masks = text.shown, {}, {}
-        for kind, place in self.sources.items():
-            layer = text.cache.layers[place]
-            first = max(layer.keys.shape[2] - self.own.sliding_window + 1, 0) if kind == "sliding_attention" else 0
-            keys, values = (each[:, :, first:].to(self.device) for each in (layer.keys, layer.values))
-            rows[kind] = keys, values
-            seen = None if shown is None else shown[shown.shape[0] - keys.shape[2] :].to(self.device)
-            masks[kind] = None if seen is None or not bool(seen.any()) else seen[None, None, None]
-        return SharedRows(rows, masks, text.position.to(self.device))
-
-    def run(self, tokens: Tensor, states: Tensor, seen: SharedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one draft step after each of n tokens, which do not attend to one another.
-
-        Args:
-            tokens: `[1, n]`.
-            states: `[1, n, embedding_size]`, the state at the token before each.
-
-        Returns:
-            Logits `[n, vocab]` float32, the hidden states `[n, hidden_size]` that they were computed from, and the
-            states `[n, embedding_size]` that the next step reads.
-        """
-        inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
-        count = tokens.shape[1]
-        masks = {kind: None if each is None else each.expand(-1, -1, count, -1) for kind, each in seen.masks.items()}
-        hidden = self.model.model(
-            inputs_embeds=inputs, attention_mask=masks, position_ids=seen.position,
-            shared_kv_states=seen.rows, use_cache=False,
-        ).last_hidden_state[0]  # fmt: skip
-        return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[n, vocab_size]` of `[n, hidden_size]`; with token clusters, -inf outside the likeliest ones.
-
-        transformers fills the others with a number below the least logit of the pass: q would depend on the other rows
-        of the pass, and give every token some probability.
-        """
-        head, clusters = self.model.lm_head, self.model.masked_embedding
-        if clusters is None:
-            return head(hidden)
-        chosen = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
-        ids = clusters.token_ordering.view(clusters.num_centroids, -1)[chosen].flatten(1)
-        found = (head.weight[ids] @ hidden[..., None]).squeeze(-1)
-        return hidden.new_full((len(hidden), head.weight.shape[0]), float("-inf")).scatter_(1, ids, found)
-
-
 class SharedSession(DraftingSession):
     """Session for one sequence. Between rounds it keeps only the last token and the state at the token before.
 
@@ -251,6 +144,107 @@ class SharedSteps(RoundSteps):
             level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
             tokens = level.tokens
             states = level.of_parents(further[None])
+
+
+class Gemma4Draft(StateDraft):
+    """Drafts with a Gemma 4 assistant that is bound to its target (`PublishedKind.bind`).
+
+    A step reads a token and the state at the token before: the target's final state for the last verified token, the
+    draft's own state for candidates. The draft has no keys and values; it attends to the target's, and uses the
+    target's embeddings.
+    """
+
+    shares_cache = True
+    session_class, steps_class = SharedSession, SharedSteps
+    cannot = {
+        "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of a "
+        "batch lie among one another's there. Call generate() once a sequence.",
+    }
+
+    def __init__(self, model: CausalLM, target: CausalLM) -> None:
+        reader = StateReader()
+        reader.reads = [FINAL]
+        reader.hidden_size = reader.embedding_size = model.config.backbone_hidden_size
+        super().__init__(model, reader, target)
+        self.own = model.config.get_text_config()
+        self.hidden_size = int(self.own.hidden_size)
+        found = sources(target.config.get_text_config(decoder=True))
+        self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
+        self.embeddings = target.get_input_embeddings()
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        model = self.model  # with token clusters only some rows of the head are read
+        head = model.lm_head if model.masked_embedding is None else model.masked_embedding
+        return [model.pre_projection, model.model, model.post_projection, head]
+
+    def rows_in(self, cache: FixedCache) -> SharedRows:
+        """Return the keys, values and masks for a captured round, from the target's `FixedCache`."""
+        layers: list[Any] = cache.layers
+        rows = {kind: (layers[place].keys, layers[place].values) for kind, place in self.sources.items()}
+        position = cache.length[:, None]
+        if cache.prompt is not None:
+            position = position + cache.prompt.offset
+        masks: dict[str, Tensor | None] = {}
+        for kind, place in self.sources.items():
+            tokens = cache.tokens_of(layers[place].capacity, length := cache.length[:, None])
+            seen = cache.shown(tokens.expand(len(length), -1)) & (tokens < length)
+            if kind == "sliding_attention":  # the target's window includes the token itself
+                seen = seen & (tokens > length - self.own.sliding_window)
+            masks[kind] = seen[:, None, None]
+        return SharedRows(rows, masks, position)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
+        known = tokens.where(tokens < len(self.embeddings.weight), 0)
+        return self.embeddings(known.to(self.embeddings.weight.device)).to(tokens.device)
+
+    def rows(self, text: Any) -> SharedRows:
+        """Return the keys, values and masks for a round; `text` as in `bind_cache`. Sliding layers: the last `window -
+        1` rows of the cache, as the target's window includes the token itself."""
+        shown, rows, masks = text.shown, {}, {}
+        for kind, place in self.sources.items():
+            layer = text.cache.layers[place]
+            first = max(layer.keys.shape[2] - self.own.sliding_window + 1, 0) if kind == "sliding_attention" else 0
+            keys, values = (each[:, :, first:].to(self.device) for each in (layer.keys, layer.values))
+            rows[kind] = keys, values
+            seen = None if shown is None else shown[shown.shape[0] - keys.shape[2] :].to(self.device)
+            masks[kind] = None if seen is None or not bool(seen.any()) else seen[None, None, None]
+        return SharedRows(rows, masks, text.position.to(self.device))
+
+    def run(self, tokens: Tensor, states: Tensor, seen: SharedRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Run one draft step after each of n tokens, which do not attend to one another.
+
+        Args:
+            tokens: `[1, n]`.
+            states: `[1, n, embedding_size]`, the state at the token before each.
+
+        Returns:
+            Logits `[n, vocab]` float32, the hidden states `[n, hidden_size]` that they were computed from, and the
+            states `[n, embedding_size]` that the next step reads.
+        """
+        inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
+        count = tokens.shape[1]
+        masks = {kind: None if each is None else each.expand(-1, -1, count, -1) for kind, each in seen.masks.items()}
+        hidden = self.model.model(
+            inputs_embeds=inputs, attention_mask=masks, position_ids=seen.position,
+            shared_kv_states=seen.rows, use_cache=False,
+        ).last_hidden_state[0]  # fmt: skip
+        return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[n, vocab_size]` of `[n, hidden_size]`; with token clusters, -inf outside the likeliest ones.
+
+        transformers fills the others with a number below the least logit of the pass: q would depend on the other rows
+        of the pass, and give every token some probability.
+        """
+        head, clusters = self.model.lm_head, self.model.masked_embedding
+        if clusters is None:
+            return head(hidden)
+        chosen = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
+        ids = clusters.token_ordering.view(clusters.num_centroids, -1)[chosen].flatten(1)
+        found = (head.weight[ids] @ hidden[..., None]).squeeze(-1)
+        return hidden.new_full((len(hidden), head.weight.shape[0]), float("-inf")).scatter_(1, ids, found)
 
 
 class Gemma4(PublishedKind):

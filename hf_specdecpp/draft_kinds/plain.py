@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
@@ -126,10 +125,6 @@ class NoSession(DraftingSession):
     """The session of `NoDraft`. Does nothing: lookups have no model."""
 
     length = 0
-
-    @staticmethod
-    def embed(_ids: Tensor) -> Tensor:
-        return torch.empty(0)
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         pass

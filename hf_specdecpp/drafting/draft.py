@@ -110,11 +110,12 @@ class Draft:
     """
 
     model: CausalLM | None  # that drafts, if any
+    session_class: type[Any]  # `DraftingSession` of a sequence
+    steps_class: type[Any]  # `RoundSteps`, for a draft that can be captured
     block: int = 1  # number of candidates that one draft pass proposes
     places: float = float("inf")  # the most candidates in a path; 0 if nothing is ever drawn
-    # Final states `[batch, a, places, hidden_size]` of the blocks after `a` tokens of each sequence, given token ids
-    # `[batch, n]`, the target's states `[batch, n, width]` and the indices `[batch, a]` of these tokens; `None` if a
-    # pass proposes one candidate.
+    # Final states of the blocks after several tokens of each sequence, to train heads (`draft_kinds/dflash`); `None` if
+    # a pass proposes one candidate.
     blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     cannot: Mapping[str, str] = {}  # unsupported uses, "trees" or "batches", with the reason
     agreement: Sequence[float] = ()  # share of candidates equal to the target's choice, by position
@@ -141,11 +142,11 @@ class Draft:
 
     def session(self, vocab_size: int) -> DraftingSession:
         """The draft's side of one sequence; `vocab_size` is the width of the target's logits."""
-        raise NotImplementedError
+        return self.session_class(self, vocab_size)
 
     def round_steps(self, vocab_size: int) -> RoundSteps | None:
         """The draft steps of captured rounds; `None` if they are not captured."""
-        return None
+        return None if self.captured_copy is None else self.steps_class(self.captured_copy, vocab_size)
 
     def row_session(self, vocab_size: int) -> DraftingSession:
         """The draft's side of one row of a batch."""
