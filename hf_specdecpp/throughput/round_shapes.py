@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 from statistics import median
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
@@ -57,10 +56,15 @@ class RoundSeconds:
         """Seconds of a round; infinite for trees that have not run."""
         if shape in self._typical or shape.width > 1:
             return self._typical.get(shape, inf)
-        known = sorted((each.levels, self._typical[each]) for each in self._typical if each.width == 1)
-        levels, seconds = zip(*known, strict=True)
-        slope = max(seconds[-1] - seconds[0], 0.0) / max(levels[-1] - levels[0], 1)
-        return float(np.interp(shape.levels, levels, seconds)) + slope * max(shape.levels - levels[-1], 0)
+        known = sorted(each for each in self._typical if each.width == 1)
+        place = bisect(known, shape)
+        is_longest = place == len(known)
+        before, after = (known[0], known[-1]) if is_longest else (known[max(place - 1, 0)], known[place])
+        first, last = self._typical[before], self._typical[after]
+        slope = (last - first) / max(after.levels - before.levels, 1)
+        if is_longest:
+            return last + max(slope, 0.0) * (shape.levels - after.levels)
+        return first + slope * (shape.levels - before.levels)
 
 
 class RuleShapes:
