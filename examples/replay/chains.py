@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from record import Record
 from texts import Text
 from torch import Tensor
@@ -224,7 +225,7 @@ class SVIP(Baseline):
     """Stop when the entropy H of q in nats says that it was a guess: sqrt(0.15 H) > bound (arXiv 2411.18462)."""
 
     def signal(self, step: DraftStep) -> Tensor:
-        return step.entropy
+        return torch.special.entr(step.q).sum(-1)
 
     def stops(self, signal: float | None) -> bool:
         return signal is not None and math.sqrt(SVIP_GAMMA * max(signal, 0.0)) > self.bound
@@ -242,7 +243,7 @@ class AdaEDL(Baseline):
         self.acceptance_rate = 0.9
 
     def signal(self, step: DraftStep) -> Tensor:
-        return step.entropy
+        return torch.special.entr(step.q).sum(-1)
 
     def stops(self, signal: float | None) -> bool:
         return signal is not None and 1.0 - math.sqrt(ADAEDL_GAMMA * max(signal, 0.0)) < self.bound

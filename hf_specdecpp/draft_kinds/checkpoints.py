@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_specdecpp.config.value_checks import CURE, LAYER, check_arguments, shown
-from hf_specdecpp.files import Weights, load_strict
-from hf_specdecpp.models.causal_lm import renew_rotary
+from hf_specdecpp.files import load_strict
+from hf_specdecpp.models.causal_lm import article, renew_rotary
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -59,12 +59,13 @@ def refuse_other_types(raw: Mapping[str, Any], own: str) -> None:
     if own == "eagle3" and {"ptd_token_id", "pard_token"} & set(raw):  # of mask tokens
         named += "peagle"
     if found := [what for name, what in RELATIVES.items() if name in named.lower()]:
-        raise ValueError(f"This repository holds a {found[0]}, which hf_specdecpp cannot draft with. {INSTEAD}.")
+        refuse(found[0])
     if (found := raw.get(SPECULATORS, own)) != own:
-        raise ValueError(
-            f"This repository holds a draft of speculators of type {shown(found)}, which hf_specdecpp cannot draft "
-            f"with. {INSTEAD}."
-        )
+        refuse(f"draft of speculators of type {shown(found)}")
+
+
+def refuse(what: str) -> NoReturn:
+    raise ValueError(f"This repository holds a {what}, which hf_specdecpp cannot draft with. {INSTEAD}.")
 
 
 def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
@@ -102,17 +103,6 @@ def as_described(name: str) -> Iterator[None]:
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         what = what.removesuffix(CURE).strip(" .")[:600]
         raise ValueError(f"No {name} can be built as it is described: {what}. {CURE}") from None
-
-
-def read_own(settings: Any, build: Callable[..., Module], title: str, arguments: dict[str, Any], path: Path) -> Module:
-    """Load a draft trained by this package: `settings(**arguments)` and the tensors of a file; raises as `build` does.
-    Only the header of the file is read before names and shapes are checked."""
-    with as_described(title):
-        check_arguments(settings, arguments)
-        made = settings(**arguments)
-    weights = Weights.at(path)
-    build(made, weights.outline(), str(path))
-    return build(made, weights.all(), str(path))
 
 
 # Tensors. -------------------------------------------------------------------------------------------------------------
@@ -254,9 +244,8 @@ def not_of_form(source: str, title: str, missing: Iterable[str], unexpected: Ite
     """Return the error message for tensors that do not match a config: lists missing and unexpected tensors."""
     lists = (("missing", sorted(missing)), ("unexpected", sorted(unexpected)))
     named = ", ".join(f"{what} {', '.join(names[:9])}" for what, names in lists if names)
-    article = "an" if title[0] in "AEIOU" else "a"
     return (
-        f"{source}: this is not {article} {title} of the form that this package reads: {named}. The file is incomplete "
+        f"{source}: this is not {article(title)} of the form that this package reads: {named}. The file is incomplete "
         f"(download it again) or of another form. {INSTEAD}."
     )
 

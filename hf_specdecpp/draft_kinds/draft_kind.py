@@ -1,5 +1,6 @@
-"""Base classes for the kinds of draft: `DraftKind`, and `PublishedKind` for kinds whose drafts others publish, too;
-`Parts` and `Loading` are the inputs for making a draft. Only safetensors and JSON files are opened."""
+"""Base classes for the kinds of draft: `DraftKind`, `PublishedKind` for kinds whose drafts others publish, too, and
+`StoredKind` for those with a module of this package; `Parts` and `Loading` are the inputs for making a draft. Only
+safetensors and JSON files are opened."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from transformers import PreTrainedConfig
 
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.config.value_checks import check_numbers
+from hf_specdecpp.config.value_checks import check_arguments, check_numbers
+from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, Weights
@@ -226,6 +228,44 @@ class PublishedKind(DraftKind):
         if self.no_model:
             raise ValueError(f"draft={type(draft).__name__} is a model, and {self.no_model}.")
         return self.read(draft.config.to_dict(), draft.state_dict(), type(draft).__name__)
+
+
+class StoredKind(PublishedKind):
+    """A kind with a module of this package. It has settings, and its tensors have other names in files."""
+
+    title: ClassVar[str]  # for messages
+    names: ClassVar[checkpoints.Names]
+    settings_class: ClassVar[type[Any]]  # a dataclass, the argument of `model_class`
+    model_class: ClassVar[type[Any]]
+
+    def unused(self, settings: Any) -> set[str]:
+        """Return names in the module of tensors that a file may hold, and that a draft with these settings lacks."""
+        return set()
+
+    def build(self, settings: Any, tensors: Mapping[str, Tensor], source: str) -> Any:
+        """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
+        unused, layer = self.unused(settings), settings.layer
+        named = {name: tensor for name, tensor in self.names.here(tensors, source).items() if name not in unused}
+        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
+        model: Any = checkpoints.build(
+            lambda: self.model_class(settings), named, layer["num_hidden_layers"], source, self.title, self.names
+        )
+        model.token_ids = ids
+        return model
+
+    def read_own(self, arguments: dict[str, Any], path: Path) -> Any:
+        """As in `DraftKind`. Only the header of the file is read before names and shapes are checked."""
+        with checkpoints.as_described(self.title):
+            check_arguments(self.settings_class, arguments)
+            settings = self.settings_class(**arguments)
+        weights = Weights.at(path)
+        self.build(settings, weights.outline(), str(path))
+        return self.build(settings, weights.all(), str(path))
+
+    def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
+        """Return tensors with the names of the original format, and `d2t` and `t2d`."""
+        tensors = self.names.in_file(state or module.state_dict(), dtype)
+        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
 
 def raw_config(name: Any, revision: str | None = None, hub_kwargs: dict[str, Any] | None = None) -> Config | None:

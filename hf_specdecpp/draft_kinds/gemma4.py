@@ -22,7 +22,7 @@ from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import as_described, mapping
 from hf_specdecpp.draft_kinds.draft_kind import Config, PublishedKind, pinned
-from hf_specdecpp.drafting.draft import DraftingSession, SharedContext, StateDraft
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
 from hf_specdecpp.drafting.draft_model import as_wide_as
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
 from hf_specdecpp.models.early_exit import layer_stack
@@ -66,6 +66,86 @@ def heads_of(attention: Any) -> tuple[int, int]:
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
+class SharedSession(DraftingSession):
+    """Session for one sequence. Between rounds it keeps only the last token and the state at the token before.
+
+    Example: "a b c" is verified, and the target has read "a b". The first step reads c with the target's state at b,
+    and proposes d; the second reads d with the state of the first step. Both attend to the target's rows of "a b", and
+    both have the position of c.
+    """
+
+    length = 0
+
+    def __init__(self, draft: Gemma4Draft, vocab_size: int) -> None:
+        super().__init__()
+        self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
+        self._text: Any = None  # see `bind_cache`
+        self._seen: SharedRows | None = None  # in this round
+        self._states: dict[int, Tensor] = {}  # `[embedding_size]` by tree node; a chain uses 0
+
+    def bind_cache(self, text: Any) -> None:
+        cache = text.cache
+        if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
+            raise ValueError(
+                f"A Gemma 4 assistant reads the keys and values in the target's cache, which a {type(cache).__name__} "
+                "keeps in another order or on another device (cache_implementation='static' or 'offloaded'). Leave "
+                "cache_implementation unset."
+            )
+        self._text = text
+
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+        self.length += new_tokens.shape[1]
+        self._last, self._seen, self.passes = new_tokens[:, -1:].clone(), None, 0
+        if states is not None:
+            self._state = states[:, -1:].clone()
+        self.unread = 1
+
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens = candidates[-1].view(1, 1) if candidates else self._last
+        logits, hidden = self._pass(tokens, self._states[0][None, None] if candidates else self._state, [0])
+        return logits[0], hidden[0]
+
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        if nodes == [0]:
+            return self._pass(self._last, self._state, nodes)
+        tokens = torch.tensor([[tree.tokens[node] for node in nodes]], device="cpu")
+        return self._pass(tokens, torch.stack([self._states[tree.parents[node]] for node in nodes])[None], nodes)
+
+    def _pass(self, tokens: Tensor, states: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """Return logits and hidden states after these nodes, and store the states that the next steps read."""
+        draft = self.draft
+        self._seen = self._seen or draft.rows(self._text)
+        logits, hidden, further = draft.run(tokens.to(draft.device), states.to(draft.device, draft.dtype), self._seen)
+        self._states.update(zip(nodes, further, strict=True))
+        self.passes, self.unread = self.passes + 1, 0
+        return as_wide_as(self.vocab_size, logits), hidden
+
+
+class SharedSteps(RoundSteps):
+    """`SharedSession` for captured rounds: each node is read with the state of its parent, and attends to the target's
+    cache. Of the window only the last token is used."""
+
+    shares_cache, num_layers = True, 0
+
+    def __init__(self, draft: Any, vocab_size: int) -> None:
+        super().__init__(draft, vocab_size, draft.model, draft.reads.width)
+        self.draft = draft
+
+    def read(self, cache: FixedCache, window: Window) -> None:
+        """Add the window to the cache's length: the draft stores no keys and values."""
+        cache.length.add_(window.last + 1)
+
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
+        own: Any = window.states
+        tokens, states = window.tokens.gather(1, window.last[:, None]), last_rows(own, window.last)[:, None]
+        seen = self.draft.rows_in(cache)
+        while True:
+            logits, hidden, further = self.draft.run(tokens, states, seen)
+            level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
+            tokens = level.tokens
+            states = level.of_parents(further[None])
+
+
 class Gemma4Draft(StateDraft):
     """Drafts with a Gemma 4 assistant that is bound to its target (`PublishedKind.bind`).
 
@@ -75,6 +155,7 @@ class Gemma4Draft(StateDraft):
     """
 
     shares_cache = True
+    session_class, steps_class = SharedSession, SharedSteps
     cannot = {
         "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of a "
         "batch lie among one another's there. Call generate() once a sequence.",
@@ -86,6 +167,7 @@ class Gemma4Draft(StateDraft):
         reader.hidden_size = reader.embedding_size = model.config.backbone_hidden_size
         super().__init__(model, reader, target)
         self.own = model.config.get_text_config()
+        self.hidden_size = int(self.own.hidden_size)
         found = sources(target.config.get_text_config(decoder=True))
         self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
         self.embeddings = target.get_input_embeddings()
@@ -95,13 +177,6 @@ class Gemma4Draft(StateDraft):
         model = self.model  # with token clusters only some rows of the head are read
         head = model.lm_head if model.masked_embedding is None else model.masked_embedding
         return [model.pre_projection, model.model, model.post_projection, head]
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.own.hidden_size)
-
-    def round_steps(self, vocab_size: int) -> SharedSteps | None:
-        return None if self.captured_copy is None else SharedSteps(self.captured_copy, vocab_size)
 
     def rows_in(self, cache: FixedCache) -> SharedRows:
         """Return the keys, values and masks for a captured round, from the target's `FixedCache`."""
@@ -119,18 +194,14 @@ class Gemma4Draft(StateDraft):
             masks[kind] = seen[:, None, None]
         return SharedRows(rows, masks, position)
 
-    def session(self, vocab_size: int) -> SharedSession:
-        return SharedSession(self, vocab_size)
-
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
         known = tokens.where(tokens < len(self.embeddings.weight), 0)
-        embeddings: Tensor = self.embeddings(known.to(self.embeddings.weight.device))
-        return embeddings.to(tokens.device)
+        return self.embeddings(known.to(self.embeddings.weight.device)).to(tokens.device)
 
-    def rows(self, text: SharedContext) -> SharedRows:
-        """Return the keys, values and masks for a round. Sliding layers: the last `window - 1` rows of the cache, as
-        the target's window includes the token itself."""
+    def rows(self, text: Any) -> SharedRows:
+        """Return the keys, values and masks for a round; `text` as in `bind_cache`. Sliding layers: the last `window -
+        1` rows of the cache, as the target's window includes the token itself."""
         shown, rows, masks = text.shown, {}, {}
         for kind, place in self.sources.items():
             layer = text.cache.layers[place]
@@ -174,89 +245,6 @@ class Gemma4Draft(StateDraft):
         ids = clusters.token_ordering.view(clusters.num_centroids, -1)[chosen].flatten(1)
         found = (head.weight[ids] @ hidden[..., None]).squeeze(-1)
         return hidden.new_full((len(hidden), head.weight.shape[0]), float("-inf")).scatter_(1, ids, found)
-
-
-class SharedSession(DraftingSession):
-    """Session for one sequence. Between rounds it keeps only the last token and the state at the token before.
-
-    Example: "a b c" is verified, and the target has read "a b". The first step reads c with the target's state at b,
-    and proposes d; the second reads d with the state of the first step. Both attend to the target's rows of "a b", and
-    both have the position of c.
-    """
-
-    length = 0
-
-    def __init__(self, draft: Gemma4Draft, vocab_size: int) -> None:
-        super().__init__()
-        self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
-        self._text: Any = None  # a `SharedContext`
-        self._seen: SharedRows | None = None  # in this round
-        self._states: dict[int, Tensor] = {}  # `[embedding_size]` by tree node; a chain uses 0
-
-    def bind_cache(self, text: SharedContext) -> None:
-        cache = text.cache
-        if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
-            raise ValueError(
-                f"A Gemma 4 assistant reads the keys and values in the target's cache, which a {type(cache).__name__} "
-                "keeps in another order or on another device (cache_implementation='static' or 'offloaded'). Leave "
-                "cache_implementation unset."
-            )
-        self._text = text
-
-    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        self.length += new_tokens.shape[1]
-        self._last, self._seen, self.passes = new_tokens[:, -1:].clone(), None, 0
-        if states is not None:
-            self._state = states[:, -1:].clone()
-        self.unread = 1
-
-    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        tokens = candidates[-1].view(1, 1) if candidates else self._last
-        logits, hidden = self._pass(tokens, self._states[0][None, None] if candidates else self._state, [0])
-        return logits[0], hidden[0]
-
-    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        if nodes == [0]:
-            return self._pass(self._last, self._state, nodes)
-        tokens = torch.tensor([[tree.tokens[node] for node in nodes]], device="cpu")
-        return self._pass(tokens, torch.stack([self._states[tree.parents[node]] for node in nodes])[None], nodes)
-
-    def commit_path(self, path: list[int]) -> None:
-        """Does nothing: accepted tokens are read in the next round, from the target's cache and final state."""
-
-    def _pass(self, tokens: Tensor, states: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Return logits and hidden states after these nodes, and store the states that the next steps read."""
-        draft = self.draft
-        self._seen = self._seen or draft.rows(self._text)
-        logits, hidden, further = draft.run(tokens.to(draft.device), states.to(draft.device, draft.dtype), self._seen)
-        self._states.update(zip(nodes, further, strict=True))
-        self.passes, self.unread = self.passes + 1, 0
-        return as_wide_as(self.vocab_size, logits), hidden
-
-
-class SharedSteps(RoundSteps):
-    """`SharedSession` for captured rounds: each node is read with the state of its parent, and attends to the target's
-    cache. Of the window only the last token is used."""
-
-    shares_cache, num_layers = True, 0
-
-    def __init__(self, draft: Any, vocab_size: int) -> None:
-        super().__init__(draft, vocab_size, draft.model, draft.reads.width)
-        self.draft = draft
-
-    def read(self, cache: FixedCache, window: Window) -> None:
-        """Add the window to the cache's length: the draft stores no keys and values."""
-        cache.length.add_(window.last + 1)
-
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
-        own: Any = window.states
-        tokens, states = window.tokens.gather(1, window.last[:, None]), last_rows(own, window.last)[:, None]
-        seen = self.draft.rows_in(cache)
-        while True:
-            logits, hidden, further = self.draft.run(tokens, states, seen)
-            level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
-            tokens = level.tokens
-            states = level.of_parents(further[None])
 
 
 class Gemma4(PublishedKind):

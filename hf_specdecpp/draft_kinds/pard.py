@@ -36,34 +36,6 @@ def mask_token_of(raw: Config) -> int | None:
     return found["pard_token"]
 
 
-class ParallelDrafter(Drafter):
-    """A causal LM that proposes `block` candidates with one pass. `ValueError` if the mask token M has no embedding, or
-    the model has recurrent states.
-
-    Example: with `block=3` the pass after a b c reads a b c M M, and the rows of c, M and M propose the candidates."""
-
-    def __init__(self, model: CausalLM, draft_vocab: Tensor | None, mask_token: int, block: int = BLOCK) -> None:
-        known = num_embeddings(model)
-        if not 0 <= mask_token < known or keeps_recurrent_state(model):
-            raise ValueError(
-                f"{type(model).__name__} cannot be a PARD draft: its mask token (pard_token={mask_token}) needs one of "
-                f"its {known} embeddings, and recurrent states cannot drop mask tokens. Use another draft."
-            )
-        super().__init__(model, draft_vocab)
-        self.mask_token, self.block, self.places = mask_token, block, block
-
-    def session(self, vocab_size: int) -> MaskSession:
-        return MaskSession(self, vocab_size)
-
-    row_session: Any = session
-    batch = Draft.batch
-
-    def round_steps(self, vocab_size: int) -> MaskSteps | None:
-        return None if self.captured_copy is None else MaskSteps(self.captured_copy, vocab_size)
-
-    tree_reader = None  # candidates are read as verified tokens only
-
-
 class MaskSession(DraftSession):
     """Session for one sequence: reads the emitted tokens of a round and the mask tokens in one pass."""
 
@@ -114,3 +86,25 @@ class MaskSteps(ModelSteps):
         for row, state in zip(logits.split(1, 1), hidden.split(1, 1), strict=True):
             level = yield row.expand(-1, width, -1), state.expand(-1, width, -1)
             width = level.tokens.shape[1]
+
+
+class ParallelDrafter(Drafter):
+    """A causal LM that proposes `block` candidates with one pass. `ValueError` if the mask token M has no embedding, or
+    the model has recurrent states.
+
+    Example: with `block=3` the pass after a b c reads a b c M M, and the rows of c, M and M propose the candidates."""
+
+    session_class, steps_class = MaskSession, MaskSteps
+    row_session: Any = Draft.row_session
+    batch = Draft.batch
+    tree_reader = None  # candidates are read as verified tokens only
+
+    def __init__(self, model: CausalLM, draft_vocab: Tensor | None, mask_token: int, block: int = BLOCK) -> None:
+        known = num_embeddings(model)
+        if not 0 <= mask_token < known or keeps_recurrent_state(model):
+            raise ValueError(
+                f"{type(model).__name__} cannot be a PARD draft: its mask token (pard_token={mask_token}) needs one of "
+                f"its {known} embeddings, and recurrent states cannot drop mask tokens. Use another draft."
+            )
+        super().__init__(model, draft_vocab)
+        self.mask_token, self.block, self.places = mask_token, block, block

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
@@ -127,15 +126,8 @@ class NoSession(DraftingSession):
 
     length = 0
 
-    @staticmethod
-    def embed(_ids: Tensor) -> Tensor:
-        return torch.empty(0)
-
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         pass
 
     def propose_next(self, _candidates: list[Tensor]) -> None:
-        pass
-
-    def commit_path(self, path: list[int]) -> None:
         pass

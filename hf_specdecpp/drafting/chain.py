@@ -206,11 +206,13 @@ class StoppingRule:
     Attributes:
         looks_at_nothing: whether `signal` is always `None` and `stops` always `False`.
         asks_first: whether the rule is asked before each draw, with an estimate that is known then.
+        estimator: estimates the acceptance of candidates, for a rule that uses it.
         worth: value of a further candidate in a row of a batch, as a multiple of its cost (`should_continue`).
     """
 
     min_tokens = 1
     looks_at_nothing = asks_first = False
+    estimator: Estimator | None = None
 
     def survival(self, count: int) -> float | None:
         """Probability that the round's first `count` candidates are accepted; `None` if unknown, or if nothing may
@@ -233,7 +235,7 @@ class StoppingRule:
 
     def signal(self, step: DraftStep) -> Tensor | None:
         """The number that `stops` gets for this candidate, or `None`."""
-        return None
+        return None if self.estimator is None else self.estimator.estimate(step)
 
     def stops(self, signal: float | None) -> bool:
         """Whether the round ends after the candidate that `signal` was computed for, or with `asks_first` before it."""
@@ -278,9 +280,6 @@ class Threshold(StoppingRule):
     def begin_round(self) -> None:
         self.chance = 1.0
         self.estimates: list[float] = []
-
-    def signal(self, step: DraftStep) -> Tensor | None:
-        return self.estimator.estimate(step)
 
     def stops(self, signal: float | None) -> bool:
         # A head that judges "after" has no estimate for the first candidate, which counts as 1.

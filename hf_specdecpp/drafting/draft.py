@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +26,6 @@ from hf_specdecpp.trees.tree import DraftTree
 logger = logging.get_logger("hf_specdecpp")
 
 
-class SharedContext(Protocol):
-    """The tokens that the target has read: all but the last (`generation.single_target.TargetContext`)."""
-
-    @property
-    def cache(self) -> Any:
-        """The target's cache."""
-
-    @property
-    def shown(self) -> Tensor | None:
-        """`[rows]` bool: rows of the cache that the attention mask shows to the target; `None`: all."""
-
-    @property
-    def position(self) -> Tensor:
-        """`[1, 1]`: position of the sequence's last token."""
-
-
 class DraftingSession(ABC):
     """A draft's side of one sequence: the tokens read, and proposals, `propose_next` for chains, `expand` for trees.
 
@@ -56,8 +40,11 @@ class DraftingSession(ABC):
     def __init__(self) -> None:
         self.unread = self.passes = 0
 
-    def bind_cache(self, text: SharedContext) -> None:  # noqa: B027 - does nothing for most drafts
-        """Called once, before the first round, with the target's cache; `ValueError` if the draft cannot read it."""
+    def bind_cache(self, text: Any) -> None:  # noqa: B027 - does nothing for most drafts
+        """Called once, before the first round; `ValueError` if the draft cannot read the target's cache.
+
+        `text`: the tokens that the target has read, all but the last (`generation.single_target.TargetContext`): its
+        `cache`, bool `[rows]` of rows `shown` by its attention mask (`None`: all), and the last token's `position`."""
 
     @property
     @abstractmethod
@@ -88,9 +75,8 @@ class DraftingSession(ABC):
         root, then nodes whose parents were in earlier calls. A row whose logits are all -inf gets no candidates."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
-    def commit_path(self, path: list[int]) -> None:
+    def commit_path(self, path: list[int]) -> None:  # noqa: B027 - most drafts read accepted candidates again
         """Called after a tree was verified, with its accepted nodes."""
-        raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
 
 class RowsAlone:
@@ -124,11 +110,12 @@ class Draft:
     """
 
     model: CausalLM | None  # that drafts, if any
+    session_class: type[Any]  # `DraftingSession` of a sequence
+    steps_class: type[Any]  # `RoundSteps`, for a draft that can be captured
     block: int = 1  # number of candidates that one draft pass proposes
     places: float = float("inf")  # the most candidates in a path; 0 if nothing is ever drawn
-    # Final states `[batch, a, places, hidden_size]` of the blocks after `a` tokens of each sequence, given token ids
-    # `[batch, n]`, the target's states `[batch, n, width]` and the indices `[batch, a]` of these tokens; `None` if a
-    # pass proposes one candidate.
+    # Final states of the blocks after several tokens of each sequence, to train heads (`draft_kinds/dflash`); `None` if
+    # a pass proposes one candidate.
     blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     cannot: Mapping[str, str] = {}  # unsupported uses, "trees" or "batches", with the reason
     agreement: Sequence[float] = ()  # share of candidates equal to the target's choice, by position
@@ -155,11 +142,11 @@ class Draft:
 
     def session(self, vocab_size: int) -> DraftingSession:
         """The draft's side of one sequence; `vocab_size` is the width of the target's logits."""
-        raise NotImplementedError
+        return self.session_class(self, vocab_size)
 
     def round_steps(self, vocab_size: int) -> RoundSteps | None:
         """The draft steps of captured rounds; `None` if they are not captured."""
-        return None
+        return None if self.captured_copy is None else self.steps_class(self.captured_copy, vocab_size)
 
     def row_session(self, vocab_size: int) -> DraftingSession:
         """The draft's side of one row of a batch."""
@@ -219,10 +206,12 @@ class StateDraft(Draft):
 
     model: Any
     draft_vocab = None  # all tokens
+    reads: Any = None
 
     def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
         check_beside(target)
-        self.model, self.reader = model, reader
+        self.model, self.reads = model, reader
+        self.hidden_size, self.embedding_size = int(reader.hidden_size), int(reader.embedding_size)
 
     @property
     def device(self) -> Any:
@@ -232,19 +221,7 @@ class StateDraft(Draft):
     def dtype(self) -> Any:
         return self.model.dtype
 
-    @property
-    def reads(self) -> Any:
-        return self.reader
-
     def for_capture(self, fuse: bool) -> Any:
         own = copy(self)
         own.model = for_capture(self.model, fuse=fuse)
         return own
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.reader.hidden_size)
-
-    @property
-    def embedding_size(self) -> int:
-        return int(self.reader.embedding_size)

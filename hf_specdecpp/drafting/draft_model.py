@@ -254,10 +254,6 @@ class ModelSession(DraftingSession):
         self._own_states: dict[int, Tensor] = {}  # its own states `[hidden_size]` after these nodes
 
     @abstractmethod
-    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """As in `DraftingSession`, but never `None`."""
-
-    @abstractmethod
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         """Keep in the cache the first `count` of the last `of` tokens that were read; of a tree the given rows."""
 

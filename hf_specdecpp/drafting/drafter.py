@@ -11,7 +11,7 @@ from hf_specdecpp.caches.masks import Nodes, chain_nodes, kept_chain_nodes, span
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, pass_inputs, windows_of
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
-from hf_specdecpp.drafting.draft import Draft, DraftingSession
+from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
 from hf_specdecpp.drafting.rows import BatchSession, RowSession
 from hf_specdecpp.models import causal_lm
@@ -19,40 +19,6 @@ from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.target_states import StateReader
 
 MOST_KEPT = 64  # tokens of passes whose masks are kept: those of rounds, not of prompts
-
-
-class Drafter(DraftModel, Draft):
-    """A causal LM as a draft: one distribution per pass. The arguments are those of `DraftModel`."""
-
-    @property
-    def reads(self) -> StateReader | None:
-        return self.fusion
-
-    def session(self, vocab_size: int) -> DraftingSession:
-        return DraftSession(self, vocab_size)
-
-    def round_steps(self, vocab_size: int) -> ModelSteps | None:
-        return None if self.captured_copy is None else ModelSteps(self.captured_copy, vocab_size)
-
-    def row_session(self, vocab_size: int) -> RowSession:
-        return RowSession(self, vocab_size)
-
-    def batch(self, rows: Sequence[Any]) -> BatchSession:
-        return BatchSession(rows)
-
-    @property
-    def tree_reader(self) -> CausalLM | None:
-        return self.model
-
-    def for_capture(self, fuse: bool) -> Any:
-        return for_capture(self, self.model, fuse=fuse)
-
-    def why_not_captured(self) -> str | None:
-        if windows_of(self.text_config) is None:
-            return "not all of its layers are attention"
-        if not causal_lm.takes_positions(causal_lm.inner_decoder(self.model)):
-            return f"it {causal_lm.why_no_positions(causal_lm.inner_decoder(self.model))}"
-        return why_not_in_place(self.model)
 
 
 class ModelSteps(RoundSteps):
@@ -109,3 +75,33 @@ def hidden_states(
     """`[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, the `nodes` after a prefix."""
     inputs = pass_inputs(drafter.model, cache, nodes, num_prefix, drafter.max_length)
     return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)
+
+
+class Drafter(DraftModel, Draft):
+    """A causal LM as a draft: one distribution per pass. The arguments are those of `DraftModel`."""
+
+    session_class, steps_class = DraftSession, ModelSteps
+
+    @property
+    def reads(self) -> StateReader | None:
+        return self.fusion
+
+    def row_session(self, vocab_size: int) -> RowSession:
+        return RowSession(self, vocab_size)
+
+    def batch(self, rows: Sequence[Any]) -> BatchSession:
+        return BatchSession(rows)
+
+    @property
+    def tree_reader(self) -> CausalLM | None:
+        return self.model
+
+    def for_capture(self, fuse: bool) -> Any:
+        return for_capture(self, self.model, fuse=fuse)
+
+    def why_not_captured(self) -> str | None:
+        if windows_of(self.text_config) is None:
+            return "not all of its layers are attention"
+        if not causal_lm.takes_positions(causal_lm.inner_decoder(self.model)):
+            return f"it {causal_lm.why_no_positions(causal_lm.inner_decoder(self.model))}"
+        return why_not_in_place(self.model)

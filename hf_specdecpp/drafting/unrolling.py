@@ -89,8 +89,7 @@ def _mask(model: CausalLM, length: int, step: int, device: torch.device) -> Any:
     """Bool `[1, 1, length, step * length]` by layer type: the rows of this and earlier steps that each token sees."""
     places = torch.arange(length, device=device)
     key, query = places[None], places[:, None]
-    blocks = [key <= query - step + 1]
-    blocks += [key == query - step + other for other in range(2, step + 1)]
+    blocks = [key <= query - step + 1, *(key == query - step + other for other in range(2, step + 1))]
     seen, distance = torch.cat(blocks, dim=1), (query - key).repeat(1, step)
     config = model.config.get_text_config(decoder=True)
     kinds = dict.fromkeys(layer_types(config, config.num_hidden_layers))

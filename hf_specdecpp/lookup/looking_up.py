@@ -4,7 +4,7 @@ per second (`Choice`) or by estimates only (`by_estimate`)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -78,12 +78,6 @@ def by_estimate(estimates: Sequence[float], drafting: float) -> int:
 ASSUMED = 8.0  # number of candidates as which `USUAL_ACCEPTANCE` counts
 
 
-class LookupPlan(Protocol):
-    """Has the costs of rounds at the present sequence length."""
-
-    costs: Costs
-
-
 class LookingUp:
     """The lookups of one generation.
 
@@ -93,7 +87,7 @@ class LookingUp:
     Args:
         most: most candidates in a round.
         has_draft: whether there is also a draft.
-        plan: has the costs of rounds; `None` with other rules than throughput.
+        plan: a `throughput.plan.Plan`, which has the costs of rounds; `None` with other rules than throughput.
 
     Attributes:
         found: the continuation that the round could propose.
@@ -108,7 +102,7 @@ class LookingUp:
         rates: LookupRates,
         most: int,
         has_draft: bool,
-        plan: LookupPlan | None = None,
+        plan: Any = None,
         choice: Choice | None = None,
     ) -> None:
         self.text, self.rates, self.most = text, TextRates(rates), most

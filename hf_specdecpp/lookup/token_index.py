@@ -12,9 +12,9 @@ import json
 import math
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -172,28 +172,24 @@ class Answers:
         return len(self.seen)
 
     def clear(self) -> None:
-        self._answers: deque[Sequence[int]] = deque()
         self.seen = TokenIndex()
 
     def add(self, answer: Sequence[int]) -> None:
         """Add an answer, of which at most the last `most - 1` tokens are kept."""
         if not (answer := list(answer)[-max(self.most - 1, 0) :]) or self.most < 1:
             return
-        self._answers.append(array("i", answer))
         self.seen.extend((*answer, NOTHING))
-        if len(self.seen) <= self.most:
-            return
-        # Down to half of the limit, so that this is rare: all other answers are indexed again.
-        kept = sum(len(answer) + 1 for answer in self._answers)
-        while len(self._answers) > 1 and kept > self.most // 2:
-            kept -= len(self._answers.popleft()) + 1
-        self.seen = TokenIndex()
-        for answer in self._answers:
-            self.seen.extend((*answer, NOTHING))
+        if (count := len(self.seen)) > self.most:
+            # Down to half of the limit, so that this is rare: all other answers are indexed again.
+            tokens = self.seen.tokens
+            later = [place + 1 for place, token in enumerate(tokens) if token == NOTHING][:-1]  # where answers begin
+            first = next((each for each in later if count - each <= self.most // 2), later[-1])
+            self.seen = TokenIndex(tokens[first:])
 
     def save(self, file: str | Path) -> None:
         """Write all answers as JSON."""
-        save_text(json.dumps({"answers": [list(answer) for answer in self._answers]}), Path(file))
+        answers = [list(each) for is_end, each in groupby(self.seen.tokens, NOTHING.__eq__) if not is_end]
+        save_text(json.dumps({"answers": answers}), Path(file))
 
     def load(self, file: str | Path) -> None:
         """Add the answers in a file; `ValueError` if it holds none."""

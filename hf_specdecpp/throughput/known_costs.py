@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -229,8 +230,8 @@ class RoundTimes:
 
     clock: Callable[[], float]  # returns seconds (`clocks.computing_clock`)
     # By length class and width, seconds of rounds without drafting; by length class, the draft's work and its seconds.
-    passes: dict[int, dict[int, list[float]]] = field(default_factory=dict)
-    drafts: dict[int, list[tuple[DraftWork, float]]] = field(default_factory=dict)
+    passes: dict[int, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(partial(defaultdict, list)))
+    drafts: dict[int, list[tuple[DraftWork, float]]] = field(default_factory=partial(defaultdict, list))
 
     def begin_round(self) -> None:
         """Called at the beginning of a round, before drafting."""
@@ -245,11 +246,9 @@ class RoundTimes:
     def end(self, length: int, width: int) -> None:
         """Called after a round. `length`: the sequence's before it; `width`: tokens in the pass, dummies included."""
         kind = length_class(length)
-        of_width = self.passes.setdefault(kind, defaultdict(list))
-        of_width[width].append(self.clock() - self._drafted)
+        self.passes[kind][width].append(self.clock() - self._drafted)
         if self._drafting is not None and self._drafting.steps:
-            seconds = self._drafted - self._begin
-            self.drafts.setdefault(kind, []).append((self._drafting, seconds))
+            self.drafts[kind].append((self._drafting, self._drafted - self._begin))
 
 
 def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int]:
@@ -260,8 +259,7 @@ def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int
 
 def taken_by(passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """Typical seconds by width (`clocks.typical`), without widths whose times the clock cannot resolve."""
-    found = {width: typical(each) for width, each in passes.items()}
-    return {width: seconds for width, seconds in found.items() if seconds is not None}
+    return {width: seconds for width, each in passes.items() if (seconds := typical(each)) is not None}
 
 
 def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from hf_specdecpp.config.costs import Costs, Floats
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import StoppingRule
-from hf_specdecpp.estimation.estimators import FIRST_FITS, NO_VERDICT, AcceptanceRates, DraftStep, Estimator, bin_of
+from hf_specdecpp.estimation.estimators import FIRST_FITS, NO_VERDICT, AcceptanceRates, Estimator, bin_of
 from hf_specdecpp.estimation.ledger import LASTING, LEAST_GAIN, Ledger
 from hf_specdecpp.throughput.known_costs import KnownCosts, RoundTimes, length_class
 from hf_specdecpp.trees.tree import DraftTree
@@ -296,9 +295,6 @@ class Throughput(StoppingRule):
     def should_draft(self, unread: int) -> bool:
         self.unread, self.trial = unread, self.plan.next_trial()
         return self.plan.should_draft(unread) if self.trial is None else self.trial > 0
-
-    def signal(self, step: DraftStep) -> Tensor | None:
-        return self.estimator.estimate(step)
 
     def stops(self, signal: float | None) -> bool:
         self.num_drafted += 1

@@ -116,15 +116,13 @@ class FastestShapes:
         self._since, self._until_probe, self._next_tree = 0, PROBES[0], 0
 
     def choose_shape(self) -> RoundShape:
-        if self._probing:
-            return self._probing.pop()
-        best = max(self.shapes, key=self._expected_rate)
-        self._since += 1
-        if self._since >= self._until_probe and len(self.shapes) > 1:
-            self._since, self._until_probe = 0, min(2 * self._until_probe, PROBES[1])
-            self._probing = self._probe(best)
-            return self._probing.pop() if self._probing else best
-        return best
+        if not self._probing:
+            self._probing = [best := max(self.shapes, key=self._expected_rate)]
+            self._since += 1
+            if self._since >= self._until_probe and len(self.shapes) > 1:
+                self._since, self._until_probe = 0, min(2 * self._until_probe, PROBES[1])
+                self._probing = self._probe(best) or self._probing
+        return self._probing.pop()
 
     def _expected_rate(self, shape: RoundShape) -> float:
         """Expected tokens per second."""

@@ -59,9 +59,6 @@ class TreePlan(Plan, SlotValuation):
         self.unread, self.trial = unread, self.next_trial()
         return super().should_draft(unread) if self.trial is None else self.trial > 0
 
-    def calibrated(self, estimate: float) -> float:
-        return self.rates.calibrated(estimate)
-
     def expected(self, last: float | None, chance: float | None = None, /) -> float:
         if chance is not None:
             return self.calibrated(chance)

@@ -15,10 +15,11 @@ are ranked by v * a(y), the probability that y adds a token, instead of the pape
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,10 +109,7 @@ class ThresholdSchedule:
         if len(tree):
             self.rounds += 1
             share = max(1.0 / self.rounds, LATEST)
-            entropy = 0.0
-            for a in tree.estimates[1:]:
-                for x in (a, 1.0 - a):
-                    entropy -= x * math.log(x) if x > 0.0 else 0.0
+            entropy = -sum(x * math.log(x) for a in tree.estimates[1:] for x in (a, 1.0 - a) if x > 0.0)
             self.split_entropy += share * (entropy / len(tree) - self.split_entropy)
             self.estimate += share * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
 
@@ -162,7 +160,7 @@ class Growth:
         self._expand, self._how, self._valuation = expand, how, how.valuation
         how.buffer.used = 0  # the q of earlier trees is no longer used
         self._heap: list[tuple[float, int]] = []  # `open` as (-priority, node), with outdated entries
-        self._next: dict[int, Callable[[], tuple[int, float] | None]] = {}  # draws a node's next child
+        self._siblings: dict[int, Iterator[tuple[int, float]]] = {}  # draws a node's further children, with estimates
 
     def expand(self, nodes: list[int]) -> None:
         """Get D(.|path to node) for `nodes`, from a draft pass or an earlier one, and open their first slots."""
@@ -171,19 +169,19 @@ class Growth:
         self.tree.levels += 1
         q = self._how.buffer.softmax(level.scores)
         how = self._how
-        judged: JudgedSiblings | HeadJudgedSiblings
         draw = likeliest if how.randomness is None else how.randomness.siblings
         depths, head = [self.tree.depths[node] for node in nodes], how.estimator
         chances: list[float | None] = [None] * len(nodes)
         if isinstance(head, AcceptanceHead) and head.inputs == "before":
             judged = HeadJudgedSiblings(q, draw, head, level, depths, how.ahead)
+            below = map(judged.of_node, range(len(nodes)))
         else:
             if isinstance(head, AcceptanceHead):
                 chances = head.probability(head(level.hidden), torch.tensor(depths), self.greedy).tolist()
-            judged = JudgedSiblings(draw(q), [0.0] * len(nodes), [*chances])
-        for row, node in enumerate(nodes):
+            below = map(partial(judged_siblings, draw(q)), range(len(nodes)), chances)
+        for row, (node, siblings) in enumerate(zip(nodes, below, strict=True)):
             self.tree.scores[node] = level.scores[row]
-            self._next[node] = partial(judged.draw_next, row)
+            self._siblings[node] = siblings
             self._open(node, self.leaves.pop(node), chances[row])
 
     @property
@@ -204,7 +202,7 @@ class Growth:
         if self.open.pop(parent, None) is None:  # for a greedy target: no further sibling
             return None
         v, drawn = self._slots.pop(parent)
-        if (drawn := drawn or self._next[parent]()) is None:  # R is all zero
+        if (drawn := drawn or next(self._siblings[parent], None)) is None:  # R is all zero
             return None
         y, estimate = drawn
         a = self._valuation.calibrated(estimate)
@@ -223,7 +221,7 @@ class Growth:
 
     def _open(self, node: int, v: float, chance: float | None = None) -> None:
         """Open a slot of value v; `chance`: the estimate of its next child, if it is known before the draw."""
-        known = self._next[node]() if self.greedy else None
+        known = next(self._siblings[node], None) if self.greedy else None
         if self.greedy and known is None:  # no token is left
             return
         self._slots[node] = v, known
@@ -240,11 +238,11 @@ class SlotValuation:
     """Turns estimates into a(y) and slot priorities. `rates` calibrates by verified candidates (not in the paper)."""
 
     def __init__(self, rates: AcceptanceRates | None = None) -> None:
-        self._learned = rates
+        self.rates: Any = rates
 
     def calibrated(self, estimate: float) -> float:
         """a(y), given the estimate."""
-        return estimate if self._learned is None else self._learned.calibrated(estimate)
+        return estimate if self.rates is None else self.rates.calibrated(estimate)
 
     def expected(self, _last: float | None, _chance: float | None = None, /) -> float:
         """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling,
@@ -294,24 +292,15 @@ class Slots:
 # The siblings of a level. --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class JudgedSiblings:
-    """The siblings of each node of a level, drawn one by one, with a(y) = q(y) / (1 - q of earlier siblings)."""
-
-    siblings: Siblings
-    mass: list[float]  # sum of q of the siblings drawn so far, by node
-    first: list[float | None]  # by node, a(y) of the first sibling if known before the draw; `None` once used
-
-    def draw_next(self, row: int) -> tuple[int, float] | None:
-        """The next sibling and its estimate, `None` if no token is left."""
-        drawn = self.siblings.draw_next(row)
-        if drawn is None:
-            return None
+def judged_siblings(siblings: Siblings, row: int, chance: float | None) -> Iterator[tuple[int, float]]:
+    """Draw the siblings in a row of `siblings` one by one, each with a(y) = q(y) / (1 - q of earlier siblings).
+    `chance`: a(y) of the first, if it is known before the draw."""
+    mass = 0.0
+    while (drawn := siblings.draw_next(row)) is not None:
         token, q = drawn
-        left, first = 1.0 - self.mass[row], self.first[row]
-        self.mass[row] += q
-        self.first[row] = None
-        return token, first if first is not None else min(q / left, 1.0) if left > 0.0 else 1.0
+        left, mass = 1.0 - mass, mass + q
+        yield token, chance if chance is not None else min(q / left, 1.0) if left > 0.0 else 1.0
+        chance = None
 
 
 def check_estimator(estimator: Estimator) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Level:
 
 
 class HeadJudgedSiblings:
-    """As `growth.JudgedSiblings`, with estimates of a head with `inputs="before"`.
+    """As `growth.judged_siblings`, for a level, with estimates of a head with `inputs="before"`.
 
     A few siblings of every node are drawn ahead, so that one pass of the head serves a level. The tree stays exact: its
     growth sees a sibling only after deciding to take it, and siblings that are not taken are forgotten.
@@ -49,16 +49,16 @@ class HeadJudgedSiblings:
         self.siblings = draw(q)  # from here on q may be overwritten
         self.ahead = [ahead] * len(depths)
         self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
-        self.taken = [0] * len(depths)
 
-    def draw_next(self, row: int) -> tuple[int, float] | None:
-        place = self.taken[row]
-        if place == len(self.judged[row]):
-            self._judge(range(len(self.judged)) if place == 0 else range(row, row + 1))
-        if place == len(self.judged[row]):
-            return None
-        self.taken[row] += 1
-        return self.judged[row][place]
+    def of_node(self, row: int) -> Iterator[tuple[int, float]]:
+        """The siblings of a node of the level, with estimates."""
+        judged = self.judged[row]
+        for place in count():
+            if place == len(judged):
+                self._judge(range(row, row + 1) if place else range(len(self.judged)))
+            if place == len(judged):
+                return
+            yield judged[place]
 
     @torch.inference_mode()
     def _judge(self, rows: range) -> None:
@@ -122,8 +122,8 @@ def _entropies(q: Tensor, scores: Tensor) -> Tensor:
     return log_normaliser - torch.linalg.vecdot(q, finite)
 
 
-def _likeliest(q: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """For each row of `q` the `count` likeliest tokens with their q, descending."""
+def _likeliest(q: Tensor, num: int) -> list[list[tuple[int, float]]]:
+    """For each row of `q` the `num` likeliest tokens with their q, descending."""
     ranked = likeliest(q.clone())
-    rows = [[ranked.draw_next(row) for _ in range(count)] for row in range(q.shape[0])]
+    rows = [[ranked.draw_next(row) for _ in range(num)] for row in range(q.shape[0])]
     return [[each for each in row if each is not None] for row in rows]

@@ -193,9 +193,6 @@ class Chain(DraftTree):
         if len(tokens) > count:
             self.followed_by(tokens[count:])
 
-    def as_chain(self) -> Chain:
-        return self
-
     def path(self, node: int) -> list[int]:
         return self.tokens[1 : node + 1]
 

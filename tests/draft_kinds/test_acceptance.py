@@ -23,7 +23,6 @@ from hf_specdecpp.choosing import assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.draft_kinds import acceptance
 from hf_specdecpp.draft_kinds.acceptance import EVERY, FIRST, PLACES, TEXTS, agreement, describe, is_wrong, texts_for
-from hf_specdecpp.draft_kinds.eagle3 import loading_eagle3
 from hf_specdecpp.draft_kinds.known import EAGLE3
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
@@ -96,8 +95,7 @@ def test_ids_that_may_mean_either_are_settled_by_agreement(
 ) -> None:
     """Each meaning is measured once, and not again when the draft is attached, or the target moves."""
     target, expected, measured = AutoModelForCausalLM.from_pretrained(pair[0]), shares(pair), list[list[int]]()
-    for home in (loading_eagle3, acceptance):
-        heard(monkeypatch, home, "agreement", lambda draft, *_: measured.append(draft.fusion.reads))
+    heard(monkeypatch, acceptance, "agreement", lambda draft, *_: measured.append(draft.fusion.reads))
     for ids in (RIGHT, [read + 1 for read in RIGHT]):
         folder = Path(shutil.copytree(pair[1], tmp_path / "draft", dirs_exist_ok=True))
         change_json(folder / "config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": ids})

@@ -12,7 +12,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
-from hf_specdecpp.lookup.token_index import LookupRates
+from hf_specdecpp.lookup.token_index import NOTHING, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import special_ids
 
@@ -170,7 +170,7 @@ def test_batches(rule: str, drafts: bool) -> None:
         assistant.memory.answers.add(text.tolist())
     assert torch.equal(target.generate(ids, assistant_model=assistant, **options), plain)
     assert assistant.stats.accepted_lookups > 30
-    assert len(assistant.memory.answers._answers) == 6
+    assert assistant.memory.answers.seen.tokens.count(NOTHING) == 6
 
 
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.draft_kinds import checkpoints
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, read_own, target_of
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, target_of
 from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, DFlashSettings, read_settings
 from hf_specdecpp.draft_kinds.dflash.exporting_dflash import write_dspark
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
-from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, PublishedKind, Tensors, pinned
+from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned
 from hf_specdecpp.files import Repository, Weights, read_fields
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.loading import outside
@@ -46,7 +43,7 @@ HEADS = (
 OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # settings: modules of `DFlashModel`
 
 
-class DFlash(PublishedKind):
+class DFlash(StoredKind):
     """Draft a block of candidates with one forward pass that reads the target's hidden states. Published drafts
     (`config.draft_id`) are in the original format, transformers' or that of speculators."""
 
@@ -68,15 +65,15 @@ class DFlash(PublishedKind):
         "It takes the target's own embeddings and LM head, so it works with the target that it was trained for alone: "
         "load that one, or a draft of this one."
     )
-    title = "DFlash draft"
+    title, names = "DFlash draft", NAMES
     settings_class = DFlashSettings
     model_class: ClassVar[type[DFlashModel]] = DFlashModel
     drafter: ClassVar[type[DFlashDraft]] = DFlashDraft
     served_by = f"vLLM, SGLang and llama.cpp (converted) serve its own repository, with the method dflash. {HEADS}"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        blocks = f"DFlash blocks, which read states of {target}"
-        return blocks if config.draft_id is None else f"DFlash {pinned(config)}"
+        name = self.title.removesuffix(" draft")
+        return f"{name} {pinned(config)}" if config.draft_id else f"{name} blocks, which read states of {target}"
 
     def recognises(self, raw: Config) -> bool:
         names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
@@ -93,23 +90,6 @@ class DFlash(PublishedKind):
     def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DFlashSettings:
         """Read the settings from a config, and from the names of the tensors which modules the draft has itself."""
         return with_own_modules(read_settings(raw), named)
-
-    def build(self, settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-        """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
-        named, layer = NAMES.here(tensors, source), settings.layer
-        ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
-        make = partial(self.model_class, settings)
-        model = checkpoints.build(make, named, layer["num_hidden_layers"], source, self.title, NAMES)
-        model.token_ids = ids
-        return model
-
-    def read_own(self, arguments: dict[str, Any], path: Path) -> DFlashModel:
-        return read_own(self.settings_class, self.build, self.title, arguments, path)
-
-    def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
-        """Return tensors with the names of the original format, and `d2t` and `t2d`."""
-        tensors = NAMES.in_file(state or module.state_dict(), dtype)
-        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write a DSpark checkpoint: the published draft, with the head of an assistant (`inputs="path"`)."""

@@ -38,24 +38,7 @@ class Context(StateReader):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return context `[batch, m, hidden_size]` for the target's states `[batch, m, width]`."""
-        normed: Tensor = self.norm(self.fc(states))
-        return normed
-
-
-class ContextRows:
-    """Keys and values of verified tokens, `[1, heads, n, head_dim]` per layer; empty before the first pass."""
-
-    def __init__(self, depth: int) -> None:
-        self.layers: list[tuple[Tensor, Tensor] | None] = [None] * depth
-
-    def extended(self, layer: int, keys: Tensor, values: Tensor, block: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """Return stored rows of a layer and these; stores all but the last `block`, of the others the last `most`."""
-        if (known := self.layers[layer]) is not None:
-            keys, values = torch.cat((known[0], keys), dim=2), torch.cat((known[1], values), dim=2)
-        end = keys.shape[2] - block
-        begin = 0 if most is None else max(end - most, 0)
-        self.layers[layer] = keys[:, :, begin:end], values[:, :, begin:end]
-        return keys, values
+        return self.norm(self.fc(states))
 
 
 class BlockLayer(Qwen3DecoderLayer):
@@ -96,31 +79,6 @@ class DFlashModel(PreTrainedModel):
     def to_config(self) -> dict[str, Any]:
         return asdict(self.settings)
 
-    def forward(self, block: Tensor, states: Tensor, first: int, rows: ContextRows) -> Tensor:
-        """Return final states `[1, b, hidden_size]` of a block; appends the m verified tokens to `rows`.
-
-        Example: a sequence has 10 tokens; the last is in the block, and 6 were read in earlier rounds. Then `states`
-        are those of the 3 tokens at 6, 7 and 8, the block is at 9, 10, ..., and `first` is 6.
-
-        Args:
-            block: `[1, b, hidden_size]`, embeddings of the last token and of mask tokens.
-            states: `[1, m, width]`, the target's at the unread tokens before the last one.
-            first: position of the first of these tokens.
-        """
-        context, count = self.reader(states), block.shape[1]
-        positions = torch.arange(first, first + context.shape[1] + count, device=block.device)[None]
-
-        def mask(view: View, keys: Tensor) -> Tensor | None:
-            if view == (None, False):
-                return None
-            places = torch.arange(keys.shape[2], device=keys.device)[None]
-            return visible(view, places[:, -count:], places, places[:, None] >= 0)[0, 0]
-
-        def known(place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            return rows.extended(place, keys, values, count, self.views[place][0])
-
-        return self.through(block, context, positions, mask, known)
-
     def through(
         self,
         block: Tensor,
@@ -152,8 +110,7 @@ class DFlashModel(PreTrainedModel):
                 queries, keys, values, attn_mask=masks[view], scale=layer.self_attn.scaling, enable_gqa=True
             )
             block = layer.added(block, layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
-        final: Tensor = self.norm(block)
-        return final
+        return self.norm(block)
 
 
 def _heads(attention: Any, block: Tensor, seen: Tensor, turns: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,8 +125,7 @@ def _heads(attention: Any, block: Tensor, seen: Tensor, turns: list[Tensor]) -> 
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned: Tensor = heads * cos + rotate_half(heads) * sin
-    return turned
+    return heads * cos + rotate_half(heads) * sin
 
 
 def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
@@ -181,12 +137,159 @@ def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
     return (seen if reach is None else seen & (back.abs() <= reach))[:, None]
 
 
+class BlockSession(DraftingSession):
+    """Session for one sequence: reads the target's states at verified tokens, in at most one pass per round."""
+
+    length = 0
+
+    def __init__(self, draft: DFlashDraft, vocab_size: int) -> None:
+        super().__init__()
+        self.draft, self.vocab_size, self.embed, self.size = draft, vocab_size, draft.embed, draft.settings.block_size
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: keys and values of verified tokens
+        self._pending: list[Tensor] = []  # unread states `[1, m, width]`
+        self._found: tuple[Tensor, Tensor] | None = None
+        self._memory: dict[int, Tensor] = {}  # behind each node of this round, or place of a chain
+        self._nothing = torch.zeros(draft.memory_size, dtype=draft.dtype, device=draft.device)
+
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+        self.length += new_tokens.shape[1]
+        self._anchor, self._found, self._memory, self.passes = new_tokens[:, -1:].clone(), None, {}, 0
+        if states is not None:
+            # Fewer states than tokens if the call continues a cache; the last token has no state yet.
+            known = min(states.shape[1], self.length - 1)
+            self._pending.append(states[:, states.shape[1] - known :])
+        self.unread = max(sum(each.shape[1] for each in self._pending), 1)
+
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+        logits, hidden = self._block()
+        if (place := len(candidates)) >= len(logits):
+            return None
+        previous = (candidates[-1] if candidates else self._anchor[0, 0]).to(hidden.device)
+        memory = self._memory.get(place - 1, self._nothing)
+        after, state, self._memory[place] = self.draft.after(previous, logits[place], hidden[place], memory)
+        return self.draft.of_target(after, self.vocab_size), state
+
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """Rows of the block are shared by nodes of equal depth, and each node adds to them (`after`) by its own path.
+
+        Example: in a block of three candidates the root gets row 0, its children row 1, and nodes at depth 3 only -inf.
+        """
+        logits, hidden = self._block()
+        depths = torch.tensor([tree.depths[node] for node in nodes], device=hidden.device)
+        rows = depths.clamp_max(len(hidden) - 1)
+        previous = torch.tensor([tree.tokens[node] for node in nodes], device=hidden.device)
+        previous = previous.where(depths > 0, self._anchor[0].to(hidden.device))
+        memory = torch.stack([self._memory.get(tree.parents[node], self._nothing) for node in nodes])
+        after, states, memory = self.draft.after(previous, logits[rows], hidden[rows], memory)
+        self._memory.update(zip(nodes, memory, strict=True))
+        after = after.masked_fill((depths > rows)[:, None], float("-inf"))
+        return self.draft.of_target(after, self.vocab_size), states
+
+    def _block(self) -> tuple[Tensor, Tensor]:
+        """Logits `[places, d]` of the LM head, and final states `[places, hidden_size]`, of this round's block.
+
+        Example: a sequence has 10 tokens; the last is in the block, and 6 were read in earlier rounds. The target's
+        states of the 3 tokens at 6, 7 and 8 are read, and the block is at 9, 10, ...
+        """
+        if self._found is None:
+            draft = self.draft
+            context = draft.model.reader(torch.cat([each.to(draft.device, draft.dtype) for each in self._pending], 1))
+            last = self.length - 1
+            positions = torch.arange(last - context.shape[1], last + self.size, device=context.device)[None]
+            block = draft.block_after(self._anchor)
+            hidden = draft.model.through(block, context, positions, self._mask, self._extended)[0, -draft.places :]
+            self._found = draft.head_logits(hidden), hidden
+            self._pending, self.unread, self.passes = [], 0, 1
+        return self._found
+
+    def _mask(self, view: View, keys: Tensor) -> Tensor | None:
+        if view == (None, False):
+            return None
+        places = torch.arange(keys.shape[2], device=keys.device)[None]
+        return visible(view, places[:, -self.size :], places, places[:, None] >= 0)[0, 0]
+
+    def _extended(self, layer: int, *new: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, those stored first. Stores all but the block's, at most as many as are seen."""
+        known = self._rows.get(layer)
+        keys, values = new if known is None else (torch.cat(each, dim=2) for each in zip(known, new, strict=True))
+        end, reach = keys.shape[2] - self.size, self.draft.model.views[layer][0]
+        begin = 0 if reach is None else max(end - reach, 0)
+        self._rows[layer] = keys[:, :, begin:end], values[:, :, begin:end]
+        return keys, values
+
+
+class BlockSteps(RoundSteps):
+    """`BlockSession` for captured rounds: one pass over the block that starts with the last token gives the logits of
+    all levels. The cache holds the verified tokens; the block's rows are written behind the window and dropped."""
+
+    def __init__(self, draft: Any, vocab_size: int) -> None:
+        super().__init__(draft, vocab_size, draft.model, draft.reads.width)
+        self.draft, self.model = draft, draft.model
+        self.num_layers, self.most = len(self.model.layers), draft.settings.places
+        self.behind = draft.settings.block_size
+
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
+        draft, states = self.draft, window.states
+        if states is None:
+            raise ValueError("A DFlash draft reads the target's states, and none were handed over.")
+        anchor = window.tokens.gather(1, window.last[:, None])
+        block = draft.block_after(anchor).to(self.dtype)
+        count, size = states.shape[1], block.shape[1]
+        places = self._places(count, size, window.last)
+        rows = _Rows(cache, places, count, size)
+        cache.begin_pass(count + size)
+        positions = cache.length[:, None] + places
+        if cache.prompt is not None:
+            positions = positions + cache.prompt.offset
+        hidden = self.model.through(block, self.model.reader(states), positions, rows.mask, rows.extended)
+        hidden = hidden[:, -draft.settings.places :]
+        logits, previous = draft.head_logits(hidden), anchor
+        memory = hidden.new_zeros((*previous.shape, draft.memory_size))
+        for place in range(hidden.shape[1]):
+            row, width = slice(place, place + 1), previous.shape[1]
+            own, given = (each[:, row].expand(-1, width, -1) for each in (hidden, logits))
+            given, states, memory = draft.after(previous, given, own, memory)
+            level = yield draft.of_target(given, self.vocab_size), states
+            previous, memory = level.tokens, level.of_parents(memory)
+
+    def _places(self, count: int, size: int, last: Tensor) -> Tensor:
+        """Offsets `[texts, count + size]` from the cache's length of the rows of window and block. The block starts at
+        `last + 1`, dummy tokens of the window are not counted."""
+        span = torch.arange(count + size, device=last.device)
+        return torch.where(span < count, span, span - count + last[:, None] + 1)
+
+
+class _Rows:
+    """Keys, values and masks of a pass over a window of `count` rows and a block of `size` rows with these `places`."""
+
+    def __init__(self, cache: FixedCache, places: Tensor, count: int, size: int) -> None:
+        self.cache, self.size = cache, size
+        begin = cache.length[:, None]
+        rows = torch.arange(cache.capacity, device=places.device) - begin  # negative: rows held before the pass
+        own = rows - count
+        self.is_block = (own >= 0) & (own < size)
+        first = places[:, count, None]  # of the block, and the number of tokens in the window without dummies
+        self.is_text = rows < first
+        if cache.prompt is not None:
+            self.is_text = self.is_text & cache.prompt.shown
+        self.keys = torch.where(own >= 0, own + first, rows)
+        self.queries = places[:, count:]
+
+    def mask(self, view: tuple[int | None, bool], _keys: Tensor) -> Tensor:
+        return visible(view, self.queries, self.keys, (self.is_text | self.is_block)[:, None])
+
+    def extended(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        layer: Any = self.cache.layers[place]
+        return layer.update(keys, values)
+
+
 class DFlashDraft(StateDraft):
     """Drafts blocks with a `DFlashModel` that is bound to a target, with its own embeddings and LM head or the
     target's. `memory_size`: size m of the memory that `after` keeps along a path."""
 
     model: Any
     memory_size = 0
+    session_class, steps_class = BlockSession, BlockSteps
 
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
         super().__init__(model, model.reader, target)
@@ -198,12 +301,6 @@ class DFlashDraft(StateDraft):
     @property
     def parts(self) -> list[nn.Module]:
         return [self.model, self.head]
-
-    def round_steps(self, vocab_size: int) -> BlockSteps | None:
-        return None if self.captured_copy is None else BlockSteps(self.captured_copy, vocab_size)
-
-    def session(self, vocab_size: int) -> BlockSession:
-        return BlockSession(self, vocab_size)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return unscaled embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
@@ -269,132 +366,3 @@ class DFlashDraft(StateDraft):
         if (cap := self.settings.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
-
-
-class BlockSession(DraftingSession):
-    """Session for one sequence: reads the target's states at verified tokens, in at most one pass per round."""
-
-    length = 0
-
-    def __init__(self, draft: DFlashDraft, vocab_size: int) -> None:
-        super().__init__()
-        self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
-        self.rows = ContextRows(len(draft.model.layers))
-        self._pending: list[Tensor] = []  # unread states `[1, m, width]`
-        self._found: tuple[Tensor, Tensor] | None = None
-        self._memory: dict[int, Tensor] = {}  # behind each node of this round, or place of a chain
-        self._nothing = torch.zeros(draft.memory_size, dtype=draft.dtype, device=draft.device)
-
-    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        self.length += new_tokens.shape[1]
-        self._anchor, self._found, self._memory, self.passes = new_tokens[:, -1:].clone(), None, {}, 0
-        if states is not None:
-            # Fewer states than tokens if the call continues a cache; the last token has no state yet.
-            known = min(states.shape[1], self.length - 1)
-            self._pending.append(states[:, states.shape[1] - known :])
-        self.unread = max(sum(each.shape[1] for each in self._pending), 1)
-
-    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        logits, hidden = self._block()
-        if (place := len(candidates)) >= len(logits):
-            return None
-        previous = (candidates[-1] if candidates else self._anchor[0, 0]).to(hidden.device)
-        memory = self._memory.get(place - 1, self._nothing)
-        after, state, self._memory[place] = self.draft.after(previous, logits[place], hidden[place], memory)
-        return self.draft.of_target(after, self.vocab_size), state
-
-    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Rows of the block are shared by nodes of equal depth, and each node adds to them (`after`) by its own path.
-
-        Example: in a block of three candidates the root gets row 0, its children row 1, and nodes at depth 3 only -inf.
-        """
-        logits, hidden = self._block()
-        depths = torch.tensor([tree.depths[node] for node in nodes], device=hidden.device)
-        rows = depths.clamp_max(len(hidden) - 1)
-        previous = torch.tensor([tree.tokens[node] for node in nodes], device=hidden.device)
-        previous = previous.where(depths > 0, self._anchor[0].to(hidden.device))
-        memory = torch.stack([self._memory.get(tree.parents[node], self._nothing) for node in nodes])
-        after, states, memory = self.draft.after(previous, logits[rows], hidden[rows], memory)
-        self._memory.update(zip(nodes, memory, strict=True))
-        after = after.masked_fill((depths > rows)[:, None], float("-inf"))
-        return self.draft.of_target(after, self.vocab_size), states
-
-    def commit_path(self, path: list[int]) -> None:
-        """Does nothing: accepted candidates are read in the next round, with the target's states."""
-
-    def _block(self) -> tuple[Tensor, Tensor]:
-        """Logits `[places, d]` of the LM head, and final states `[places, hidden_size]`, of this round's block."""
-        if self._found is None:
-            draft = self.draft
-            states = torch.cat([each.to(draft.device, draft.dtype) for each in self._pending], dim=1)
-            first = self.length - 1 - states.shape[1]
-            hidden = draft.model(draft.block_after(self._anchor), states, first, self.rows)[0, -draft.settings.places :]
-            self._found = draft.head_logits(hidden), hidden
-            self._pending, self.unread, self.passes = [], 0, 1
-        return self._found
-
-
-class BlockSteps(RoundSteps):
-    """`BlockSession` for captured rounds: one pass over the block that starts with the last token gives the logits of
-    all levels. The cache holds the verified tokens; the block's rows are written behind the window and dropped."""
-
-    def __init__(self, draft: Any, vocab_size: int) -> None:
-        super().__init__(draft, vocab_size, draft.model, draft.reads.width)
-        self.draft, self.model = draft, draft.model
-        self.num_layers, self.most = len(self.model.layers), draft.settings.places
-        self.behind = draft.settings.block_size
-
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
-        draft, states = self.draft, window.states
-        if states is None:
-            raise ValueError("A DFlash draft reads the target's states, and none were handed over.")
-        anchor = window.tokens.gather(1, window.last[:, None])
-        block = draft.block_after(anchor).to(self.dtype)
-        count, size = states.shape[1], block.shape[1]
-        places = self._places(count, size, window.last)
-        rows = _Rows(cache, places, count, size)
-        cache.begin_pass(count + size)
-        positions = cache.length[:, None] + places
-        if cache.prompt is not None:
-            positions = positions + cache.prompt.offset
-        hidden = self.model.through(block, self.model.reader(states), positions, rows.mask, rows.extended)
-        hidden = hidden[:, -draft.settings.places :]
-        logits, previous = draft.head_logits(hidden), anchor
-        memory = hidden.new_zeros((*previous.shape, draft.memory_size))
-        for place in range(hidden.shape[1]):
-            row, width = slice(place, place + 1), previous.shape[1]
-            own, given = (each[:, row].expand(-1, width, -1) for each in (hidden, logits))
-            given, states, memory = draft.after(previous, given, own, memory)
-            level = yield draft.of_target(given, self.vocab_size), states
-            previous, memory = level.tokens, level.of_parents(memory)
-
-    def _places(self, count: int, size: int, last: Tensor) -> Tensor:
-        """Offsets `[texts, count + size]` from the cache's length of the rows of window and block. The block starts at
-        `last + 1`, dummy tokens of the window are not counted."""
-        span = torch.arange(count + size, device=last.device)
-        return torch.where(span < count, span, span - count + last[:, None] + 1)
-
-
-class _Rows:
-    """Keys, values and masks of a pass over a window of `count` rows and a block of `size` rows with these `places`."""
-
-    def __init__(self, cache: FixedCache, places: Tensor, count: int, size: int) -> None:
-        self.cache, self.size = cache, size
-        begin = cache.length[:, None]
-        rows = torch.arange(cache.capacity, device=places.device) - begin  # negative: rows held before the pass
-        own = rows - count
-        self.is_block = (own >= 0) & (own < size)
-        first = places[:, count, None]  # of the block, and the number of tokens in the window without dummies
-        self.is_text = rows < first
-        if cache.prompt is not None:
-            self.is_text = self.is_text & cache.prompt.shown
-        self.keys = torch.where(own >= 0, own + first, rows)
-        self.queries = places[:, count:]
-
-    def mask(self, view: tuple[int | None, bool], _keys: Tensor) -> Tensor:
-        return visible(view, self.queries, self.keys, (self.is_text | self.is_block)[:, None])
-
-    def extended(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        layer: Any = self.cache.layers[place]
-        both: tuple[Tensor, Tensor] = layer.update(keys, values)
-        return both

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hf_specdecpp.config.value_checks import CURE, shown
-from hf_specdecpp.draft_kinds.checkpoints import INSTEAD, SPECULATORS, mapping
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, refuse
 from hf_specdecpp.draft_kinds.dflash import config_dflash
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
 from hf_specdecpp.draft_kinds.dspark.gemma4_layers import in_gemma4
@@ -151,10 +151,7 @@ def refuse_relatives(raw: Mapping[str, Any]) -> None:
     unknown = [name for name in names if "dspark" in name.lower() and name not in (*KNOWN, "dspark_config")]
     found |= {name: "layers that are not known" for name in unknown if name not in found}
     for name, reason in found.items():
-        raise ValueError(
-            f"This repository holds a relative of DSpark ({name[:80]}) with {reason}, which hf_specdecpp cannot draft "
-            f"with. {INSTEAD}."
-        )
+        refuse(f"relative of DSpark ({name[:80]}) with {reason}")
 
 
 def is_embedded(name: str) -> bool:

@@ -75,5 +75,4 @@ class Gemma4Layer(BlockLayer):
     def added(self, block: Tensor, attended: Tensor) -> Tensor:
         block = block + self.post_attention_layernorm(attended)
         more = self.mlp(self.pre_feedforward_layernorm(block))
-        output: Tensor = (block + self.post_feedforward_layernorm(more)) * self.layer_scalar
-        return output
+        return (block + self.post_feedforward_layernorm(more)) * self.layer_scalar

@@ -11,25 +11,16 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.draft_kinds.acceptance import agreement, texts_for
+from hf_specdecpp.draft_kinds.acceptance import agreements
 from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, target_of
 from hf_specdecpp.draft_kinds.dflash.loading_dflash import HEADS, DFlash, with_own_modules
-from hf_specdecpp.draft_kinds.draft_kind import Config, pinned
-from hf_specdecpp.draft_kinds.dspark.config_dspark import (
-    GEMMA4,
-    DSparkSettings,
-    architectures,
-    is_embedded,
-    nested,
-    read_block,
-    read_settings,
-)
+from hf_specdecpp.draft_kinds.draft_kind import Config
+from hf_specdecpp.draft_kinds.dspark import config_dspark
+from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings, nested, read_block
 from hf_specdecpp.draft_kinds.dspark.gemma4_layers import with_values
 from hf_specdecpp.draft_kinds.dspark.modeling_dspark import DSparkDraft, DSparkModel
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.loading import tokenizer_of
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -43,27 +34,24 @@ class DSpark(DFlash):
     settings_class, model_class, drafter = DSparkSettings, DSparkModel, DSparkDraft
     served_by = f"vLLM, SGLang and llama.cpp (converted) serve its own repository, with the method dspark. {HEADS}"
 
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        blocks = f"DSpark blocks, which read states of {target}"
-        return blocks if config.draft_id is None else f"DSpark {pinned(config)}"
-
     def recognises(self, raw: Config) -> bool:
         parts = [raw, *(raw[name] for name in NESTED if isinstance(raw.get(name), Mapping))]
         words = [raw.get("architectures"), raw.get(SPECULATORS), *(part.get("projector_type") for part in parts)]
         is_called_so = any("dspark" in str(word).lower() for word in words)
-        return is_called_so or any(part.get("markov_rank") for part in parts) or any(map(is_embedded, raw))
+        has_markov = any(part.get("markov_rank") for part in parts)
+        return is_called_so or has_markov or any(map(config_dspark.is_embedded, raw))
 
     def fields(self, raw: Config) -> dict[str, Any]:
         return {"target_id": target_of(raw), "vocab_size": read_block(raw).layer.get("vocab_size")}
 
     def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DSparkSettings:
-        return with_own_modules(read_settings(raw, named), named)
+        return with_own_modules(config_dspark.read_settings(raw, named), named)
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
         if {**raw, **nested(raw)}.get("rope_is_neox_style") is False:
             size = read_block(raw).layer_config().head_dim
             tensors = {name: in_halves(name, tensor, size) for name, tensor in tensors.items()}
-        if GEMMA4 in architectures(raw) and raw.get("attention_k_eq_v"):
+        if config_dspark.GEMMA4 in config_dspark.architectures(raw) and raw.get("attention_k_eq_v"):
             tensors = with_values(tensors)
         return super().read(raw, tensors, source)
 
@@ -86,11 +74,12 @@ class DSpark(DFlash):
         module.agreement, usual = [], module.settings
         if usual.says_layout or usual.block_size < 2:
             return
-        texts = texts_for(target, tokenizer_of(target.config.name_or_path))
-        rates: dict[bool, list[float]] = {}
-        for first in (usual.samples_anchor, not usual.samples_anchor) if texts else ():
+
+        def read(first: bool) -> DSparkDraft:
             module.settings = replace(usual, samples_anchor=first)
-            rates[first] = agreement(self.drafter(module, target), target, texts)
+            return DSparkDraft(module, target)
+
+        rates = agreements(read, (usual.samples_anchor, not usual.samples_anchor), target)
         chosen = max(rates, key=lambda first: rates[first][0], default=usual.samples_anchor)
         module.settings = replace(usual, samples_anchor=chosen, says_layout=bool(rates))  # measured once
         module.agreement = rates.get(chosen, [])

@@ -1,5 +1,5 @@
 """The DSpark draft (DeepSpec, 2026): a DFlash block (`modeling_dflash`), a bias of low rank by the token drawn before
-(`MarkovHead`), and an estimate of acceptance that is known before the draw (`ConfidenceHead`).
+(`MarkovHead`), and an estimate of acceptance that is known before the draw.
 
 One pass over the block gives a state h_k and logits U_k for each candidate k. Candidates are then drawn from left to
 right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the last token of the sequence:
@@ -43,8 +43,7 @@ class MarkovHead(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return W1 `[..., r]` of the target's token ids; unknown ids count as 0."""
-        embeddings: Tensor = self.markov_w1(tokens.where(tokens < self.markov_w1.num_embeddings, 0))
-        return embeddings
+        return self.markov_w1(tokens.where(tokens < self.markov_w1.num_embeddings, 0))
 
     def forward(self, e: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the float32 bias `[..., d]`, and s' `[..., memory_size]`; `hidden` and `memory` are those of
@@ -58,15 +57,6 @@ class MarkovHead(nn.Module):
         return self.markov_w2(e).float(), memory
 
 
-class ConfidenceHead(nn.Module):
-    """The weights of a linear layer on a row's state, and with `confidence_with_markov` on the embedding of the token
-    before. `DSpark.head_of` makes an acceptance head of them."""
-
-    def __init__(self, settings: DSparkSettings, hidden_size: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(hidden_size + settings.markov_rank * settings.confidence_with_markov, 1)
-
-
 class DSparkModel(DFlashModel):
     """The weights of a draft. `markov_head` and `confidence_head` are `None` in a draft without them."""
 
@@ -76,7 +66,9 @@ class DSparkModel(DFlashModel):
         super().__init__(settings)
         size, vocab_size = self.config.hidden_size, self.config.vocab_size
         self.markov_head = MarkovHead(settings, size, vocab_size) if settings.markov_rank else None
-        self.confidence_head = ConfidenceHead(settings, size) if settings.confidence_head else None
+        # A linear layer on a row's state, and maybe on the embedding of the token before, for `DSpark.head_of`.
+        width = size + settings.markov_rank * settings.confidence_with_markov
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)}) if settings.confidence_head else None
         self.agreement: list[float] = []  # by `DSpark.bind`, if that measured it
 
     @property
@@ -92,16 +84,13 @@ class DSparkDraft(DFlashDraft):
         super().__init__(model, target)
         self.agreement = model.agreement
         self.memory_size = 0 if model.markov_head is None else model.markov_head.memory_size
-
-    @property
-    def hidden_size(self) -> int:
-        return super().hidden_size + int(self.model.settings.markov_rank)
+        self.hidden_size += model.settings.markov_rank
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         if (markov := self.model.markov_head) is None:
             return super().logits(hidden, vocab_size)
-        sizes = super().hidden_size, int(self.model.settings.markov_rank), self.memory_size
-        own, e, memory = hidden.split(sizes, dim=-1)
+        rank = self.model.settings.markov_rank
+        own, e, memory = hidden.split((self.hidden_size - rank, rank, self.memory_size), dim=-1)
         return self.of_target(self.head_logits(own) + markov(e, own, memory)[0], vocab_size)
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:

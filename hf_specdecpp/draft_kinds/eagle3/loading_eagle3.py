@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,22 +16,46 @@ from transformers.utils import logging
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import LAYER, SLIDING
 from hf_specdecpp.draft_kinds import checkpoints
-from hf_specdecpp.draft_kinds.acceptance import agreement, texts_for
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, read_own, target_of
+from hf_specdecpp.draft_kinds.acceptance import agreements
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, target_of
 from hf_specdecpp.draft_kinds.conditioned import NO_LATE_VERDICTS
-from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, PublishedKind, Tensors, pinned
+from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned
 from hf_specdecpp.draft_kinds.eagle3 import config_eagle3
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import FLAGS, OF_QWEN3, Eagle3Settings, meanings, usual_reads
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Model
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.loading import load_model_config, outside, tokenizer_of
+from hf_specdecpp.models.loading import load_model_config, outside
 from hf_specdecpp.serving import AS_EAGLE3, Destination, Exported, commands_for
 
 logger = logging.get_logger("hf_specdecpp")
 
 
-class Eagle3(PublishedKind):
+# Patterns from names in a file to names in `Eagle3Model`, applied in order.
+# Example: `midlayer.self_attn.q_proj.weight` becomes `decoder.layers.0.self_attn.q_proj.weight`.
+RENAMED = (
+    (r"^model\.", ""),
+    (r"^midlayer\.", "layers.0."),
+    (r"^layers\.([1-9]\d*)\.hidden_norm\.", r"layers.\1.input_layernorm."),  # SGLang's name in further layers
+    (r"^draft_id_to_target_id$", "d2t"),
+    (r"^aux_norm_(low|mid|high)\.", r"fc_norm.\1."),
+    (r"^fc_norm\.low\.", "fc_norm.0."), (r"^fc_norm\.mid\.", "fc_norm.1."), (r"^fc_norm\.high\.", "fc_norm.2."),
+    (r"^(layers|embed_tokens)\.", r"decoder.\1."),
+    (r"^(fc|fc_norm|input_norm)\.", r"reader.\1."),
+)  # fmt: skip
+EMBEDDINGS, MARK = "decoder.embed_tokens.weight", "decoder.layers.0.hidden_norm.weight"
+
+
+def original(name: str) -> str:
+    """Return the name in the original format of a tensor of `Eagle3Model`: the inverse of `RENAMED`."""
+    name = re.sub(r"^(decoder|reader)\.", "", name)
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", original)
+
+
+class Eagle3(StoredKind):
     """Draft with a new layer that reads the target's hidden states. Published drafts (`config.draft_id`) are in the
     original format or that of speculators."""
 
@@ -45,8 +68,8 @@ class Eagle3(PublishedKind):
         "late verdicts": NO_LATE_VERDICTS,
     }
     belongs = "It was trained for another target, or is read wrongly."
-    model_class = Eagle3Model
-    drafter = Eagle3Drafter
+    title, names = "EAGLE-3 draft", NAMES
+    settings_class, model_class, drafter = Eagle3Settings, Eagle3Model, Eagle3Drafter
     no_model = "an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
@@ -77,19 +100,16 @@ class Eagle3(PublishedKind):
         given, named = config_eagle3.read_config(raw, overrides), NAMES.here(tensors, source)
         if MARK not in named:  # an ordinary model, a draft of EAGLE-1 or 2, or heads of another method
             older = " It is an EAGLE-1 or EAGLE-2 draft." if "reader.fc.weight" in named else ""
-            raise ValueError(checkpoints.not_of_form(source, TITLE, [original(MARK)], []) + older)
-        return build(settings_of(given, named), tensors, source)
+            raise ValueError(checkpoints.not_of_form(source, self.title, [original(MARK)], []) + older)
+        return self.build(settings_of(given, named), tensors, source)
 
     def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Eagle3Model]:
         return partial(self.read, overrides=config.eagle3)
 
-    def read_own(self, arguments: dict[str, Any], path: Path) -> Eagle3Model:
-        return read_own(Eagle3Settings, build, TITLE, arguments, path)
-
-    def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
-        """Return tensors with the names of the original format, which all engines read, and `d2t` and `t2d`."""
-        tensors = NAMES.in_file(state or module.state_dict(), dtype)
-        return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer["vocab_size"])
+    def unused(self, settings: Eagle3Settings) -> set[str]:
+        """Embeddings, and with `use_aux_hidden_state: false` fc."""
+        used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
+        return {name for name, is_used in used.items() if not is_used}
 
     def misfit(self, module: Eagle3Model, target: CausalLM) -> str | None:
         config, settings = target.config.get_text_config(decoder=True), module.settings
@@ -113,28 +133,22 @@ class Eagle3(PublishedKind):
                 "padding if it is the same tokenizer; if almost nothing is accepted, it is not."
             )
         found, ids = meanings(module.settings, config.num_hidden_layers), module.settings.layer_ids
-        module.set_target(target, found[0])
-        module.agreement = []
-        if len(found) == 1:
-            return
-        texts = texts_for(target, tokenizer_of(target.config.name_or_path))
-        if not texts:
+
+        def read(place: int) -> Eagle3Drafter:
+            module.set_target(target, found[place])
+            return Eagle3Drafter(module, target)
+
+        rates = agreements(read, range(len(found)), target) if len(found) > 1 else {}
+        module.set_target(target, chosen := found[max(rates, key=lambda place: rates[place], default=0)])
+        module.agreement = max(rates.values(), default=[])
+        if rates:
+            what = f"means the outputs of layers {chosen}, which agree best"
+            logger.info(f"eagle_aux_hidden_state_layer_ids={ids} {what}.")
+        elif len(found) > 1:
             logger.warning(
                 f"eagle_aux_hidden_state_layer_ids={ids} may mean the outputs of layers {' or '.join(map(str, found))};"
                 f" the former are read. If little is accepted, say otherwise: eagle3={{'reads': {found[1]}}}."
             )
-            return
-
-        def rate(reads: list[int]) -> list[float]:
-            module.set_target(target, reads)
-            return agreement(Eagle3Drafter(module, target), target, texts)
-
-        rates = {tuple(reads): rate(reads) for reads in found}
-        module.set_target(target, chosen := max(rates, key=lambda reads: rates[reads]))
-        module.agreement = rates[chosen]
-        logger.info(
-            f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {list(chosen)}, which agree best."
-        )
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""
@@ -153,30 +167,6 @@ class Eagle3(PublishedKind):
 
 
 # Tensors. -------------------------------------------------------------------------------------------------------------
-
-# Patterns from names in a file to names in `Eagle3Model`, applied in order.
-# Example: `midlayer.self_attn.q_proj.weight` becomes `decoder.layers.0.self_attn.q_proj.weight`.
-RENAMED = (
-    (r"^model\.", ""),
-    (r"^midlayer\.", "layers.0."),
-    (r"^layers\.([1-9]\d*)\.hidden_norm\.", r"layers.\1.input_layernorm."),  # SGLang's name in further layers
-    (r"^draft_id_to_target_id$", "d2t"),
-    (r"^aux_norm_(low|mid|high)\.", r"fc_norm.\1."),
-    (r"^fc_norm\.low\.", "fc_norm.0."), (r"^fc_norm\.mid\.", "fc_norm.1."), (r"^fc_norm\.high\.", "fc_norm.2."),
-    (r"^(layers|embed_tokens)\.", r"decoder.\1."),
-    (r"^(fc|fc_norm|input_norm)\.", r"reader.\1."),
-)  # fmt: skip
-EMBEDDINGS, MARK = "decoder.embed_tokens.weight", "decoder.layers.0.hidden_norm.weight"
-TITLE = "EAGLE-3 draft"
-
-
-def original(name: str) -> str:
-    """Return the name in the original format of a tensor of `Eagle3Model`: the inverse of `RENAMED`."""
-    name = re.sub(r"^(decoder|reader)\.", "", name)
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
-
-
-NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", original)
 
 
 def settings_of(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
@@ -217,20 +207,6 @@ def settings_of(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Set
         "own_head": head is not None or draft_vocab_size not in (None, vocab_size),
     }
     return Eagle3Settings(**settings if num_reads else {**settings, "reads": None, "layer_ids": None})
-
-
-def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:
-    """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does.
-
-    Embeddings, and fc with `use_aux_hidden_state: false`, are skipped if the settings do not use them.
-    """
-    used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
-    named = {name: tensor for name, tensor in NAMES.here(tensors, source).items() if used.get(name, True)}
-    token_ids = checkpoints.token_ids(named, settings.draft_vocab_size, settings.layer["vocab_size"], source)
-    depth = settings.layer["num_hidden_layers"]
-    model = checkpoints.build(lambda: Eagle3Model(settings), named, depth, source, TITLE, NAMES)
-    model.token_ids = token_ids
-    return model
 
 
 # For other engines. ---------------------------------------------------------------------------------------------------

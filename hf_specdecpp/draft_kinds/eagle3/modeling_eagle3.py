@@ -146,6 +146,8 @@ class Eagle3Model(PreTrainedModel):
 class Eagle3Drafter(Drafter):
     """Drafts with an `Eagle3Model` that is bound to a target and on its device."""
 
+    tree_reader = None  # no trial needed: the attention (SDPA) of these layers accepts tree masks
+
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
         self.agreement = model.agreement
@@ -168,7 +170,3 @@ class Eagle3Drafter(Drafter):
 
     def _check_logits(self) -> None:
         """Skip the check of how logits are computed from states: this package defines the model."""
-
-    @property
-    def tree_reader(self) -> None:
-        """`None`: no trial needed. The attention (SDPA) of these layers accepts tree masks."""

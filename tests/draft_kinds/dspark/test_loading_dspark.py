@@ -25,7 +25,6 @@ from torch.nn.functional import cross_entropy
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.draft_kinds import acceptance
-from hf_specdecpp.draft_kinds.dspark import loading_dspark
 from hf_specdecpp.draft_kinds.dspark.config_dspark import RELATIVES, DSparkSettings, read_settings
 from hf_specdecpp.draft_kinds.known import BY_NAME, ready_made, recognise
 from hf_specdecpp.files import Repository
@@ -141,7 +140,6 @@ def test_a_layout_that_is_not_said_is_measured(
     one. It is measured once, and told."""
     target = target_for()
     texts = [1 + prompt(16, seed) % (VOCAB - 2) for seed in range(2)]
-    monkeypatch.setattr(loading_dspark, "texts_for", lambda *_: texts)
     monkeypatch.setattr(acceptance, "texts_for", lambda *_: texts)
     measured: list[bool] = []
 
@@ -149,7 +147,6 @@ def test_a_layout_that_is_not_said_is_measured(
         measured.append(draft.settings.samples_anchor)
         return [0.8, 0.5] if draft.settings.samples_anchor != checkpoint.fills_in else [0.05, 0.9]
 
-    monkeypatch.setattr(loading_dspark, "agreement", agreement)
     monkeypatch.setattr(acceptance, "agreement", agreement)
     with caplog.at_level("INFO", "hf_specdecpp"):
         assistant = SpecDecPPAssistant.from_pretrained(checkpoint.save(tmp_path), target=target)
@@ -172,15 +169,15 @@ def test_real_agreement_tells_the_layouts_apart(tmp_path: Path, monkeypatch: pyt
     """Of texts whose first candidates are those of the formulas in the right reading."""
     checkpoint, target = VARIANTS["speculators, silent"], target_for()
     texts = [1 + prompt(24, seed) % (VOCAB - 2) for seed in range(3)]
-    monkeypatch.setattr(loading_dspark, "texts_for", lambda *_: texts)
+    monkeypatch.setattr(acceptance, "texts_for", lambda *_: texts)
     rates: list[list[float]] = []
-    real = loading_dspark.agreement
+    real = acceptance.agreement
 
     def agreement(*arguments: Any) -> list[float]:
         rates.append(real(*arguments))
         return rates[-1]
 
-    monkeypatch.setattr(loading_dspark, "agreement", agreement)
+    monkeypatch.setattr(acceptance, "agreement", agreement)
     SpecDecPPAssistant.from_pretrained(checkpoint.save(tmp_path), target=target)
     for shares, mutant in zip(rates, ("", "rows off by one"), strict=True):
         starts = [(text, length) for text in texts for length in range(24 - len(shares), 7, -4)]
@@ -226,11 +223,11 @@ def test_a_trained_draft_is_read_in_its_layout(
     texts = target_for().generate(starts, attention_mask=torch.ones_like(starts), **GREEDY)
     checkpoint = Checkpoint(dialect, rank=0, confidence="none", fills_in=fills_in, keys_are_values=False)
     folder = taught(checkpoint, tmp_path, texts)
-    monkeypatch.setattr(loading_dspark, "texts_for", lambda *_: list(texts[:, None]))
+    monkeypatch.setattr(acceptance, "texts_for", lambda *_: list(texts[:, None]))
     assistant = load(folder)
     assert assistant.ready_drafter().settings.samples_anchor is not fills_in
     assert assistant.agreement[0] > 0.6
-    monkeypatch.setattr(loading_dspark, "texts_for", lambda *_: [])  # the other one
+    monkeypatch.setattr(acceptance, "texts_for", lambda *_: [])  # the other one
     usual = load(folder).ready_drafter().settings.samples_anchor
     assert usual is (dialect != "speculators")
 

@@ -101,7 +101,7 @@ VARIANTS = {
 
 
 def read_by(target: CausalLM, text: Tensor) -> Any:
-    """What a target has read of a text `[1, n]` before a round: all but its last token (`SharedContext`)."""
+    """What a target has read of a text `[1, n]` before a round: all but its last token (`bind_cache`)."""
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(text[:, :-1], use_cache=True, **{cache_argument(target): cache})
