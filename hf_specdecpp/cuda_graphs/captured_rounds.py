@@ -81,13 +81,12 @@ class CapturedRounds:
     def changes(self) -> list[Tensor]:
         return [self.token, self._text, self.passes.context.cache.length, *self.draft.changes]
 
-    def begin_texts(self, rules: RoundRules, process: Process | None, texts: Tensor, *of_draft: Tensor | None) -> None:
-        """Begin other sequences. `process`: processors of the target that are not captured in `rules`; `texts`:
-        `[texts, length]`, prefixes for processors, whose last tokens the target has not read; `of_draft`: arguments of
-        `CapturedDraft.begin_texts`."""
+    def begin_texts(self, rules: RoundRules, texts: Tensor, *of_draft: Tensor | None) -> None:
+        """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors, whose last tokens the target has
+        not read; `of_draft`: arguments of `CapturedDraft.begin_texts`."""
         self.graphs.begin_text()
         self._take_numbers(rules)
-        self.rules, self.process = rules, process
+        self.rules = rules
         self._active = list(range(len(texts)))
         texts, *own = (None if each is None else with_rows(each) for each in (texts, *of_draft))
         self.token.copy_(texts[:, -1:])
@@ -118,11 +117,12 @@ class CapturedRounds:
             self._active = list(active)
             self.draft.continue_with(self._active)
 
-    def propose(self, shape: RoundShape, length: int) -> None:
-        """Launch the round. `length`: tokens of the longest sequence."""
+    def propose(self, shape: RoundShape, length: int, process: Process | None) -> None:
+        """Launch the round. `length`: tokens of the longest sequence; `process`: processors of the target that are not
+        captured in the rules; not stored, because it refers to the target."""
         self.passes.context.num_tokens = length - self._ahead
         self._grow_caches(shape)
-        self._launch(shape)
+        self._launch(shape, process)
         self._has_begun = True
 
     def verify(self, shape: RoundShape) -> list[RoundReport]:
@@ -139,13 +139,13 @@ class CapturedRounds:
         rows, estimates = self.read[:, :first].tolist(), self.read[:, first:].view(torch.float64).tolist()
         return {text: rows[text] + estimates[text] for text in self._active}
 
-    def time(self, shape: RoundShape) -> float:
+    def time(self, shape: RoundShape, process: Process | None) -> float:
         """Seconds of a round, which is rolled back."""
         self._grow_caches(shape)
         restore, taken = restoring(self.changes), []
         for _ in range(TIMED_ROUNDS):
             begin = time.perf_counter()
-            self._launch(shape)
+            self._launch(shape, process)
             self._wait()
             taken.append(time.perf_counter() - begin)
             restore()
@@ -165,7 +165,7 @@ class CapturedRounds:
             self._text[:, : known.shape[1]] = known
             self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
 
-    def _launch(self, shape: RoundShape) -> None:
+    def _launch(self, shape: RoundShape, process: Process | None) -> None:
         rules = self.rules  # which the graphs keep alive
         key, text = (*self.passes.context.key, shape, self._number), self._text if rules.asks_for_text else None
 
@@ -173,14 +173,14 @@ class CapturedRounds:
             write_lasting(found, self._pass(shape, rules, text))
             self._tell([self.draft.count] * 3)
 
-        if self.process is None:
+        if process is None:
             return self._run(("round", *key), lambda: self._settle(self._pass(shape, rules, text), shape, rules, text))
         found = self._outputs.setdefault(shape, [])
         self._run(("pass", *key), read)
         for each, row in self._read_report().items():
             tree = self._tree(row, shape)
             scores = found[0][each, : len(tree) + 1]
-            scores.copy_(self.process(each, tree, scores))
+            scores.copy_(process(each, tree, scores))
         return self._run(("settle", *key), lambda: self._settle(found, shape, rules, text))
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:

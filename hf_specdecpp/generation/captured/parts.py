@@ -65,11 +65,11 @@ class GraphDrafts(Drafts):
         known = [states[0] for _, states in read if states is not None]
         states = pad_sequence(known, batch_first=True, padding_side="left") if known else None
         shown = torch.cat([text.generator.processing.shown(text.ids) for text in self.texts])
-        self.rounds.begin_texts(self.rules, self.process, shown, tokens, states, padding)
+        self.rounds.begin_texts(self.rules, shown, tokens, states, padding)
         if isinstance(self.tiers, FastestShapes):
             device = self.rounds.passes.device
             with keeping_generators(device):  # timing must not change the random numbers of the generation
-                self.tiers.seconds.time(self.tiers.shapes, self.rounds.time)
+                self.tiers.seconds.time(self.tiers.shapes, partial(self.rounds.time, process=self.process))
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         attempt(partial(self._propose, texts), of_draft=True)
@@ -81,7 +81,7 @@ class GraphDrafts(Drafts):
         self.rounds.continue_with([self.texts.index(text) for text in texts])
         self.shape = self._shape(length := max(text.length for text in texts))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
-        self.rounds.propose(self.shape, length)
+        self.rounds.propose(self.shape, length, self.process)
 
     def verify(self) -> list[RoundReport]:
         """Called by `RoundGraphs.read`: wait for the results of the round."""
