@@ -81,19 +81,21 @@ class CapturedRounds:
     def changes(self) -> list[Tensor]:
         return [self.token, self._text, self.passes.context.cache.length, *self.draft.changes]
 
-    def begin_texts(self, rules: RoundRules, texts: Tensor, *of_draft: Tensor | None) -> None:
+    def begin_texts(
+        self, rules: RoundRules, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor
+    ) -> None:
         """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors, whose last tokens the target has
-        not read; `of_draft`: arguments of `CapturedDraft.begin_texts`."""
+        not read; other arguments as in `CapturedDraft.begin_texts`."""
         self.graphs.begin_text()
         self._take_numbers(rules)
         self.rules = rules
         self._active = list(range(len(texts)))
-        texts, *own = (None if each is None else with_rows(each) for each in (texts, *of_draft))
+        texts, tokens, padding = map(with_rows, (texts, tokens, padding))
         self.token.copy_(texts[:, -1:])
         self._text, self._has_begun = texts, False
         # Number of tokens in the prefixes for processors that are not in the target's cache.
         self._ahead = texts.shape[1] - self.passes.context.num_tokens
-        self.draft.begin_texts(*own)
+        self.draft.begin_texts(tokens, None if states is None else with_rows(states), padding)
         if len(self._active) < len(texts):
             self.draft.continue_with(self._active)
 

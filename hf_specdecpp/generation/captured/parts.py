@@ -136,8 +136,6 @@ class GraphTarget(RoundTarget):
         if failure.is_memory:
             self.passes.close()
         self.leave(texts)
-        if failure.is_memory:
-            self.passes.context.cache = None
         return self.drafts, self.usual
 
     def warn(self, failure: GraphsFailedError) -> None:
@@ -153,6 +151,8 @@ class GraphTarget(RoundTarget):
             self.usual.copy_back(self.passes, texts, [self.texts.index(text) for text in texts])
         finally:
             self._count(self.texts[0].stats)
+            if not self.passes.context.made:  # closed, because memory ended
+                self.passes.context.cache = None
             self.passes.busy = False
 
     def _count(self, stats: SpeculationStats) -> None:
