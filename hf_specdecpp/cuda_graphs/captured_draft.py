@@ -268,7 +268,7 @@ class CapturedDraft:
             self.candidates[:, own], self.parents[:, own] = drawn.tokens, numbers.gather(1, drawn.parents)
             if self.q is not None:
                 self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q
-            seen = torch.take_along_dim(seen, drawn.parents[..., None], 1) | itself[own]
+            seen = seen.gather(1, drawn.parents[..., None].expand(-1, -1, nodes)) | itself[own]
             self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
             judged.append(drawn.judged)
             numbers, values = places[1:][own].expand(len(self.last), -1), drawn.values
@@ -330,7 +330,7 @@ class CapturedDraft:
         places = places.clamp_max(tokens.shape[1] - 1)  # the rest are dummies
         self.tokens.copy_(tokens.gather(1, places))
         if states is not None:
-            self.states.copy_(torch.take_along_dim(known, places[..., None], 1))
+            self.states.copy_(known.gather(1, places[..., None].expand(-1, -1, known.shape[2])))
         self.context.cache.length.add_(read)
         last.addcmul_(accepted + 1, self.alive).sub_(read)
 

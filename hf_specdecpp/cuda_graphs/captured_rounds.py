@@ -237,7 +237,7 @@ class CapturedRounds:
             passes.context.cache.move(rows)
             candidates = candidates.gather(1, verified.path)
             if together is not None:
-                together = torch.take_along_dim(together, rows[..., None], 1)
+                together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
         self._tell(verified[:3])
         # A sequence without a next token ends, but its row of the batch remains.
         token, places = verified.token.clamp_min(0)[:, None], span(candidates.shape[1] + 1, passes.device)
@@ -268,7 +268,7 @@ class CapturedRounds:
                 return Accepted(last, on_device.draw_next(weights, last), last)
             tests, weights = on_device.tree_tests(candidates, parents, p, draft.q, width, rules.verification)
             last = on_device.accepted_node(parents, seen, tests, torch.rand_like(tests), width)
-        on_path = torch.take_along_dim(seen, last[:, None, None], 1)[:, 0]
+        on_path = seen.gather(1, last[:, None, None].expand(-1, -1, nodes + 1))[:, 0]
         steps = span(levels, scores.device)
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
         token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.draw_next(weights, last)

@@ -32,7 +32,9 @@ class DrawnLevel(NamedTuple):
 
     def of_parents(self, states: Tensor) -> Tensor:
         """Of `states` `[texts, m, size]` of the level above those of each node's parent, `[texts, width, size]`."""
-        return states if self.parents is None else torch.take_along_dim(states, self.parents[..., None], 1)
+        if self.parents is None:
+            return states
+        return states.gather(1, self.parents[..., None].expand(-1, -1, states.shape[-1]))
 
 
 # Yields logits `[texts, m, vocab]` and hidden states `[texts, m, size]`, after the window and after each level.
@@ -86,4 +88,4 @@ class RoundSteps(ABC):
 
 def last_rows(hidden: Tensor, last: Tensor) -> Tensor:
     """`[texts, size]`: the rows of `hidden` `[texts, n, size]` at the indices `last` `[texts]`."""
-    return torch.take_along_dim(hidden, last[:, None, None], 1)[:, 0]
+    return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]

@@ -18,7 +18,7 @@ from hf_specdecpp.trees.verification import Verification, acceptance_of, or_p, s
 def draw_next(weights: Tensor, last: Tensor) -> Tensor:
     """Tokens `[texts]` after the nodes `last` `[texts]`, drawn in proportion to `weights` `[texts, nodes + 1, vocab]`;
     -1 if the weights are NaN or all 0."""
-    of_last = torch.take_along_dim(weights, last[:, None, None], 1)[:, 0]
+    of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
     first = (of_last / exponential(*of_last.shape, device=weights.device)).max(-1)
     return torch.where(first.values > 0.0, first.indices, -1)
 

@@ -108,7 +108,7 @@ class MaskSteps(ModelSteps):
         tokens = functional.pad(drafter.known(window.tokens), (0, self.behind))
         tokens = tokens.scatter(1, rows[:, 1:], drafter.mask_token)
         hidden = read_chain(drafter, cache, tokens, None)
-        hidden = torch.take_along_dim(hidden, rows[..., None], 1)
+        hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[2]))
         cache.length.add_(window.last + 1)
         logits, width = drafter.logits(hidden, self.vocab_size), 1
         for row, state in zip(logits.split(1, 1), hidden.split(1, 1), strict=True):
