@@ -120,7 +120,7 @@ def memory() -> str:
     """A text for which there is no larger cache goes on without graphs."""
     pair = Pair()
     pair.generate()
-    caches = captured_target(pair.target).caches
+    caches = captured_target(pair.target).context
     caches.empty = exhaust  # type: ignore[method-assign]
     try:
         return pair.check(length=300).partition(" (")[0]

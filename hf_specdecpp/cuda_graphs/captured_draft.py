@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hf_specdecpp.caches.masks import span
 from hf_specdecpp.cuda_graphs.draft_steps import DrawnLevel, RoundSteps, Unrolled, Window
-from hf_specdecpp.cuda_graphs.fixed_cache import Budget, FixedCaches, FixedContext
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedContext
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, exponential, num_drawn, remaining, slot_values
@@ -111,10 +111,10 @@ class CapturedDraft:
     Args:
         steps: the draft's steps.
         shapes: all shapes that rounds may have.
-        texts: number of rows of the batch.
-        greedy: if true, q is not stored.
+        rows: number of rows of the batch.
         spare: room in the window for tokens of rounds without candidates.
-        budget: that of the target's caches.
+        target: the sequences in the target's cache.
+        greedy: if true, q is not stored.
 
     Attributes:
         candidates, parents: `[texts, nodes]`, of the latest round; the root is node 0, the first candidate node 1.
@@ -128,35 +128,30 @@ class CapturedDraft:
         alive: `[texts]` int64, 0 for sequences that have ended.
         pending: the largest `last + 1`, on the host; the window is full at `width`.
         most_rows: the most rows of the cache that a round writes.
-        caches: the draft's caches.
-        source: the sequence that the steps read: the draft's, or the target's if the draft shares its cache.
+        context: the sequences in the draft's cache.
     """
 
     def __init__(
-        self, steps: RoundSteps, shapes: Sequence[RoundShape], texts: int, greedy: bool, spare: int, budget: Budget
+        self, steps: RoundSteps, shapes: Sequence[RoundShape], rows: int, spare: int, target: FixedContext, greedy: bool
     ) -> None:
-        self.steps, self.device = steps, steps.device
+        self.steps, self.device, self.target = steps, steps.device, target
         self.nodes = max(each.nodes for each in shapes)
         self.width = max(each.levels for each in shapes) + 1 + steps.again + spare
         self.most_rows = self.width + max(self.nodes, steps.behind)
         zeros, size = partial(torch.zeros, dtype=torch.long, device=self.device), self.nodes + 1
-        numbers = partial(zeros, dtype=torch.float32)
         with lasting():
-            self.tokens, self.last, self.count = zeros((texts, self.width)), zeros(texts), zeros(texts)
-            self.candidates, self.parents = zeros((texts, self.nodes)), zeros((texts, self.nodes))
-            self.ancestors = torch.ones((texts, size, size), dtype=torch.bool, device=self.device)
+            self.tokens, self.last, self.count = zeros((rows, self.width)), zeros(rows), zeros(rows)
+            self.candidates, self.parents = zeros((rows, self.nodes)), zeros((rows, self.nodes))
+            self.ancestors = torch.ones((rows, size, size), dtype=torch.bool, device=self.device)
             self.alive = torch.ones_like(self.last)
-            self.estimates = torch.zeros((texts, self.nodes), dtype=torch.float64, device=self.device)
-            self.states: Tensor | None = None
+            self.estimates = zeros((rows, self.nodes), dtype=torch.float64)
+            self.states: Any = None
             if steps.size is not None:
-                self.states = torch.zeros((texts, self.width, steps.size), dtype=steps.dtype, device=self.device)
-            self.q = None if greedy else numbers((texts, self.nodes, steps.vocab_size))
-            self.shift = numbers(len(EDGES) + 1)
+                self.states = zeros((rows, self.width, steps.size), dtype=steps.dtype)
+            self.q = None if greedy else zeros((rows, self.nodes, steps.vocab_size), dtype=torch.float32)
+            self.shift = zeros(len(EDGES) + 1, dtype=torch.float32)
             self.edges = torch.tensor(EDGES, dtype=torch.float32, device=self.device)
-        # Kept between sequences, because graphs read and write these caches.
-        self.caches = FixedCaches([inf] * steps.num_layers, self.device, budget)
-        self._positions = torch.Size((texts, 1)) if texts > 1 else None
-        self.context = self.source = FixedContext(self.caches, self._positions)
+        self.context = FixedContext([inf] * steps.num_layers, self.device, target.budget)
         self.pending = 0
         self._shift: list[float] | None = None  # on the host
 
@@ -166,17 +161,16 @@ class CapturedDraft:
         found = [self.tokens, self.last, self.context.cache.length]
         return found if self.states is None else [*found, self.states]
 
-    def begin_texts(self, tokens: Tensor, states: Tensor | None, padding: Tensor, of_target: FixedContext) -> None:
+    def begin_texts(self, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """Read new sequences except their last tokens, which remain for the first window.
 
         `tokens`: `[texts, n]`, the first `padding` `[texts]` of them hidden; `states`: `[texts, n, size]`, the target's
-        before each token; `of_target`: the sequences in the target's cache."""
-        count, again = tokens.shape[1], self.steps.again
-        self.context = FixedContext(self.caches, self._positions)
-        self.source = of_target if self.steps.shares_cache else self.context
+        before each token."""
+        (texts, count), again = tokens.shape, self.steps.again
+        self.context.begin_text(torch.Size((texts, 1)) if texts > 1 else None)
         self.alive.fill_(1)
         # Not smaller than the target's, which would grow it in the first round.
-        most, end = max(count + self.most_rows, of_target.cache.capacity), max(count - 1 - again, 0)
+        most, end = max(count + self.most_rows, self.target.cache.capacity), max(count - 1 - again, 0)
         cache = self.context.with_capacity(most)
         if cache.prompt is not None:
             cache.prompt.shown.copy_(torch.arange(cache.capacity, device=self.device) >= padding[:, None])
@@ -186,18 +180,18 @@ class CapturedDraft:
             piece = slice(first, min(first + READ_AT_ONCE, end + again))
             read = piece.stop - first
             known = None if states is None else states[:, piece].to(self.steps.dtype)
-            self.steps.read(cache, Window(tokens[:, piece], known, self.last.new_full((len(tokens),), read - 1)))
+            self.steps.read(cache, Window(tokens[:, piece], known, self.last.new_full((texts,), read - 1)))
             first += read - again
         self.tokens[:, : count - end] = tokens[:, end:]
-        if self.states is not None and states is not None:
+        if states is not None:
             self.states[:, : count - end] = states[:, end:]
         self.last.fill_(count - end - 1)
         self.pending = count - end
 
     def close(self) -> None:
         """Free the caches, including that of the current sequence."""
-        self.caches.clear()
-        self.context = self.source = FixedContext(self.caches, self._positions)
+        self.context.made.clear()
+        self.context.cache = None
 
     def record_lengths(self, emitted: int, drafted: bool) -> None:
         """Update `pending` after a round with at most `emitted` tokens. `drafted`: whether the window was read."""
@@ -221,7 +215,8 @@ class CapturedDraft:
         cache = self.context.cache
         before = cache.length.clone()
         depths = depths_of(shape, self.device)[1:] - 1
-        steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), depths)
+        source = self.target.cache if self.steps.shares_cache else cache
+        steps = self.steps.unroll(source, Window(self.tokens, self.states, self.last), depths)
         (self._draw_chain if shape.width == 1 else self._draw_tree)(steps, shape, rules, text)
         cache.length.copy_(before)
 
@@ -320,21 +315,21 @@ class CapturedDraft:
         count, last = new.shape[1], self.last
         if drafted and not self.steps.again:  # the draft has read all; what ended sequences would read does not matter
             self.tokens[:, :count] = new
-            if self.states is not None and states is not None:
+            if states is not None:
                 self.states[:, :count] = states
             self.context.cache.length.addcmul_(last + 1, self.alive)
             last.copy_(accepted)
             return
         places = last[:, None] + 1 + span(count, self.device)
         tokens, known = functional.pad(self.tokens, (0, count)).scatter(1, places, new), self.states
-        if known is not None and states is not None:
-            index = places[..., None].expand(-1, -1, known.shape[2])
-            known = functional.pad(known, (0, 0, 0, count)).scatter(1, index, states.to(known))
+        if states is not None:
+            places = places[..., None].expand(-1, -1, known.shape[2])
+            known = functional.pad(known, (0, 0, 0, count)).scatter(1, places, states.to(known))
         read = (last + 1 - self.steps.again).clamp_min(0) * self.alive if drafted else torch.zeros_like(last)
         places = span(self.width, self.device) + read[:, None]
         places = places.clamp_max(tokens.shape[1] - 1)  # the rest are dummies
         self.tokens.copy_(tokens.gather(1, places))
-        if self.states is not None and known is not None:
+        if states is not None:
             self.states.copy_(known.gather(1, places[..., None].expand(-1, -1, known.shape[2])))
         self.context.cache.length.add_(read)
         last.addcmul_(accepted + 1, self.alive).sub_(read)

@@ -21,7 +21,7 @@ from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape, depths_of, with_paths
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.fixed_cache import with_rows
-from hf_specdecpp.cuda_graphs.graphs import MOST_GRAPHS, Graphs, lasting, write_lasting
+from hf_specdecpp.cuda_graphs.graphs import MOST_GRAPHS, Graphs, lasting, restoring, write_lasting
 from hf_specdecpp.sampling.processors import Warpers
 from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.trees.tree import Chain, DraftTree
@@ -81,23 +81,26 @@ class CapturedRounds:
     def changes(self) -> list[Tensor]:
         return [self.token, self._text, self.passes.context.cache.length, *self.draft.changes]
 
-    def begin_texts(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors; the target has not read the last
-        tokens. Other arguments as in `CapturedDraft.begin_texts`."""
+    def begin_texts(
+        self, rules: RoundRules, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor
+    ) -> None:
+        """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors, whose last tokens the target has
+        not read; other arguments as in `CapturedDraft.begin_texts`."""
         self.graphs.begin_text()
+        self._take_numbers(rules)
+        self.rules = rules
         self._active = list(range(len(texts)))
         texts, tokens, padding = map(with_rows, (texts, tokens, padding))
-        states = None if states is None else with_rows(states)
         self.token.copy_(texts[:, -1:])
         self._text, self._has_begun = texts, False
-        # Number of tokens in the target's cache, and number of further ones in the prefixes for processors.
-        self._num_cached, self._ahead = (cached := self.passes.context.num_tokens), texts.shape[1] - cached
-        self.draft.begin_texts(tokens, states, padding, self.passes.context)
+        # Number of tokens in the prefixes for processors that are not in the target's cache.
+        self._ahead = texts.shape[1] - self.passes.context.num_tokens
+        self.draft.begin_texts(tokens, None if states is None else with_rows(states), padding)
         if len(self._active) < len(texts):
             self.draft.continue_with(self._active)
 
-    def take_numbers(self, rules: RoundRules) -> None:
-        """Called before a sequence: `Warpers` of its rules read their numbers where graphs do."""
+    def _take_numbers(self, rules: RoundRules) -> None:
+        """Let `Warpers` of rules read their numbers where graphs do."""
         if (key := rules.key) not in self._rules and len(self._rules) >= MOST_GRAPHS:
             self.graphs.family.clear()
             self._rules.clear()
@@ -116,51 +119,46 @@ class CapturedRounds:
             self._active = list(active)
             self.draft.continue_with(self._active)
 
-    def propose(self, shape: RoundShape, rules: RoundRules, length: int, process: Process | None = None) -> None:
+    def propose(self, shape: RoundShape, length: int, process: Process | None) -> None:
         """Launch the round. `length`: tokens of the longest sequence; `process`: processors of the target that are not
-        captured in `rules`."""
-        self._num_cached = length - self._ahead
-        self._grow_caches(shape, rules)
-        self._launch(shape, rules, process)
+        captured in the rules; not stored, because it refers to the target."""
+        self.passes.context.num_tokens = length - self._ahead
+        self._grow_caches(shape)
+        self._launch(shape, process)
         self._has_begun = True
 
-    def verify(self, shape: RoundShape, rules: RoundRules) -> list[RoundReport]:
+    def verify(self, shape: RoundShape) -> list[RoundReport]:
         """Wait for the round. Returns a report for each active sequence, in the order of `continue_with`."""
-        rows = self._read_report()
-        reports = [self._report_of(rows[text], shape, rules) for text in self._active]
+        reports = [self._report_of(row, shape) for row in self._read_report().values()]
         self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
         return reports
 
-    def _read_report(self) -> list[list[Any]]:
+    def _read_report(self) -> dict[int, list[Any]]:
+        """The rows of the active sequences."""
         self.read.copy_(self.report, non_blocking=True)
         self._wait()
         first = HEADER + 2 * self.draft.nodes
-        estimates = self.read[:, first:].view(torch.float64).tolist()
-        return [row + further for row, further in zip(self.read[:, :first].tolist(), estimates, strict=True)]
+        rows, estimates = self.read[:, :first].tolist(), self.read[:, first:].view(torch.float64).tolist()
+        return {text: rows[text] + estimates[text] for text in self._active}
 
-    def time(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> float:
+    def time(self, shape: RoundShape, process: Process | None) -> float:
         """Seconds of a round, which is rolled back."""
-        self._grow_caches(shape, rules)
-        before, taken = [each.clone() for each in self.changes], []
-
-        def forget() -> None:
-            for each, old in zip(self.changes, before, strict=True):
-                each.copy_(old)
-            self._wait()
-
+        self._grow_caches(shape)
+        restore, taken = restoring(self.changes), []
         for _ in range(TIMED_ROUNDS):
             begin = time.perf_counter()
-            self._launch(shape, rules, process)
+            self._launch(shape, process)
             self._wait()
             taken.append(time.perf_counter() - begin)
-            forget()
+            restore()
+            self._wait()
         return min(taken)
 
-    def _grow_caches(self, shape: RoundShape, rules: RoundRules) -> None:
-        most = self._num_cached + max(shape.nodes + 1, self._ahead + self.draft.most_rows)
+    def _grow_caches(self, shape: RoundShape) -> None:
+        most = self.passes.context.num_tokens + max(shape.nodes + 1, self._ahead + self.draft.most_rows)
         capacity = self.passes.context.with_capacity(most).capacity
         self.draft.context.with_capacity(capacity)  # equal sizes: otherwise each pair of sizes needs graphs
-        if rules.asks_for_text and self._text is not self._texts.get(capacity):
+        if self.rules.asks_for_text and self._text is not self._texts.get(capacity):
             known = self._text
             if capacity not in self._texts:
                 with lasting():
@@ -169,29 +167,20 @@ class CapturedRounds:
             self._text[:, : known.shape[1]] = known
             self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
 
-    def _launch(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
+    def _launch(self, shape: RoundShape, process: Process | None) -> None:
+        rules = self.rules  # which the graphs keep alive
         key, text = (*self.passes.context.key, shape, self._number), self._text if rules.asks_for_text else None
 
-        def propose() -> None:
-            if shape.levels:
-                self.draft.propose(shape, rules, text)
-
-        def whole() -> None:
-            propose()
-            self._settle(self._pass(shape), shape, rules, text)
-
         def read() -> None:
-            propose()
-            write_lasting(found, self._pass(shape))
-            self._tell()
+            write_lasting(found, self._pass(shape, rules, text))
+            self._tell([self.draft.count] * 3)
 
         if process is None:
-            return self._run(("round", *key), whole)
+            return self._run(("round", *key), lambda: self._settle(self._pass(shape, rules, text), shape, rules, text))
         found = self._outputs.setdefault(shape, [])
         self._run(("pass", *key), read)
-        rows = self._read_report()
-        for each in self._active:
-            tree = self._tree(rows[each], shape)
+        for each, row in self._read_report().items():
+            tree = self._tree(row, shape)
             scores = found[0][each, : len(tree) + 1]
             scores.copy_(process(each, tree, scores))
         return self._run(("settle", *key), lambda: self._settle(found, shape, rules, text))
@@ -200,7 +189,8 @@ class CapturedRounds:
         """Run a function by its graph; without one, after a sequence's first round, directly."""
         changes = [] if key in self.graphs else self.changes
         if changes and key[0] == "settle":  # rows of a tree, which warm-ups would move several times
-            changes += self.passes.context.cache.rows(self._num_cached, self._num_cached + self.draft.nodes + 1)
+            first = self.passes.context.num_tokens
+            changes += self.passes.context.cache.rows(first, first + self.draft.nodes + 1)
         self.graphs.run(key, function, changes, falls_back=self._has_begun)
 
     def _wait(self) -> None:
@@ -209,26 +199,27 @@ class CapturedRounds:
 
     # The captured functions ------------------------------------------------------------------------------------------
 
-    def _pass(self, shape: RoundShape) -> list[Tensor]:
-        """The target's pass: logits `[texts, nodes + 1, vocab]`, then the watched states."""
+    def _pass(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> list[Tensor]:
+        """Draft, and run the target's pass: logits `[texts, nodes + 1, vocab]`, then the watched states."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
-        if shape.width == 1:
-            of_pass = kept_chain_nodes(nodes + 1, passes.device)
-        else:
-            depths = depths_of(shape, passes.device)
-            of_pass = Nodes(draft.ancestors[:, : nodes + 1, : nodes + 1], depths, depths)
+        if nodes:
+            draft.propose(shape, rules, text)
         tokens = torch.cat((self.token, draft.candidates[:, :nodes]), dim=1)
-        logits, *states = passes.forward(passes.context.cache, tokens, of_pass)
+        logits, *states = passes.forward(passes.context.cache, tokens, self._nodes(shape))
         return [logits.float(), *states]
 
-    def _tell(self, verified: Accepted | None = None) -> None:
-        """Fill the report."""
+    def _nodes(self, shape: RoundShape) -> Nodes:
+        """The root and the candidates, as read by the pass."""
+        size, device = shape.nodes + 1, self.passes.device
+        if shape.width == 1:
+            return kept_chain_nodes(size, device)
+        depths = depths_of(shape, device)
+        return Nodes(self.draft.ancestors[:, :size, :size], depths, depths)
+
+    def _tell(self, verified: Sequence[Tensor]) -> None:
+        """Fill the report. `verified`: `[texts]` each, the first three fields of `Accepted`."""
         draft = self.draft
-        parts = (
-            [draft.count] * 4 if verified is None else [verified.accepted, verified.token, verified.last, draft.count]
-        )
-        estimates = draft.estimates.view(torch.int64)
-        columns = [part[:, None] for part in parts]
+        columns, estimates = [each[:, None] for each in (*verified, draft.count)], draft.estimates.view(torch.int64)
         self.report.copy_(torch.cat((*columns, draft.candidates, draft.parents, estimates), dim=1))
 
     def _settle(self, found: list[Tensor], shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
@@ -237,7 +228,8 @@ class CapturedRounds:
         scores, *states = found
         candidates, known = draft.candidates[:, :nodes], None
         if text is not None:
-            known = with_paths(text, candidates, self._seen(shape)[:, :, 1:])
+            seen = self._nodes(shape).seen.expand(len(text), -1, -1)
+            known = with_paths(text, candidates, seen[:, :, 1:])
         verified = self._accept(rules.processing.of_nodes(scores, known), shape, rules)
         together = torch.cat(states, dim=-1) if states else None
         if verified.path is not None:
@@ -246,7 +238,7 @@ class CapturedRounds:
             candidates = candidates.gather(1, verified.path)
             if together is not None:
                 together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
-        self._tell(verified)
+        self._tell(verified[:3])
         # A sequence without a next token ends, but its row of the batch remains.
         token, places = verified.token.clamp_min(0)[:, None], span(candidates.shape[1] + 1, passes.device)
         new = torch.where(places < verified.accepted[:, None], functional.pad(candidates, (0, 1)), token)
@@ -257,16 +249,9 @@ class CapturedRounds:
         self.token.copy_(token)
         length.addcmul_(verified.accepted + 1, draft.alive)
 
-    def _seen(self, shape: RoundShape) -> Tensor:
-        """`[texts, nodes + 1, nodes + 1]`, the ancestors of each node, itself included."""
-        size = shape.nodes + 1
-        if shape.width > 1:
-            return self.draft.ancestors[:, :size, :size]
-        return kept_chain_nodes(size, self.passes.device).seen.expand(len(self.token), -1, -1)
-
     def _accept(self, scores: Tensor, shape: RoundShape, rules: RoundRules) -> Accepted:
         """Verify by the target's processed scores `[texts, nodes + 1, vocab]`."""
-        draft, (levels, width), nodes = self.draft, shape, shape.nodes
+        draft, (levels, width), nodes, seen = self.draft, shape, shape.nodes, self._nodes(shape).seen
         candidates, parents = draft.candidates[:, :nodes], draft.parents[:, :nodes]
         if draft.q is None:
             choices = scores.argmax(-1)
@@ -274,7 +259,7 @@ class CapturedRounds:
                 drawn = span(nodes, scores.device) < draft.count[:, None]
                 last = ((candidates == choices[:, :nodes]) & drawn).cumprod(-1).sum(-1)
                 return Accepted(last, choices.gather(1, last[:, None])[:, 0], last)
-            last = on_device.last_on_path(candidates == choices.gather(1, parents), self._seen(shape))
+            last = on_device.last_on_path(candidates == choices.gather(1, parents), seen)
         else:
             p = scores.softmax(-1)
             if width == 1:
@@ -282,8 +267,8 @@ class CapturedRounds:
                 last = on_device.first_passing(tests, torch.rand_like(tests))
                 return Accepted(last, on_device.draw_next(weights, last), last)
             tests, weights = on_device.tree_tests(candidates, parents, p, draft.q, width, rules.verification)
-            last = on_device.accepted_node(parents, self._seen(shape), tests, torch.rand_like(tests), width)
-        on_path = self._seen(shape).gather(1, last[:, None, None].expand(-1, -1, nodes + 1))[:, 0]
+            last = on_device.accepted_node(parents, seen, tests, torch.rand_like(tests), width)
+        on_path = seen.gather(1, last[:, None, None].expand(-1, -1, nodes + 1))[:, 0]
         steps = span(levels, scores.device)
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
         token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.draw_next(weights, last)
@@ -294,23 +279,19 @@ class CapturedRounds:
     def _tree(self, row: list[Any], shape: RoundShape) -> DraftTree:
         """The submitted candidates in a sequence's row of the report."""
         nodes, count = self.draft.nodes, min(row[HEADER - 1], shape.nodes)
-        parts = [row[first : first + count] for first in range(HEADER, HEADER + 3 * nodes, nodes)]
-        candidates, parents, estimates = parts
-        tree: DraftTree
-        if shape.width == 1:  # scores stay on the device and are not needed
-            tree = Chain(candidates, [NO_SCORES] * count)
-        else:
-            tree = DraftTree.of(parents, candidates, estimates)
+        candidates, parents, estimates = (row[HEADER + part * nodes :][:count] for part in range(3))
+        none = [NO_SCORES] * count  # they stay on the device and are not needed
+        tree = Chain(candidates, none) if shape.width == 1 else DraftTree.of(parents, candidates, estimates)
         tree.passes = shape.levels
         return tree
 
-    def _report_of(self, row: list[Any], shape: RoundShape, rules: RoundRules) -> RoundReport:
+    def _report_of(self, row: list[Any], shape: RoundShape) -> RoundReport:
         tree = self._tree(row, shape)
         accepted, token, last = row[: HEADER - 1]
         if token < 0:
             raise NothingToDrawError
         path = list(range(1, accepted + 1)) if shape.width == 1 else tree.nodes_to(last)
-        judged = rules.num_judged(len(tree)) if shape.width == 1 else 0
+        judged = self.rules.num_judged(len(tree)) if shape.width == 1 else 0
         return RoundReport(tree, path, token, row[HEADER + 2 * self.draft.nodes :][:judged])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
@@ -16,7 +15,6 @@ from hf_specdecpp.caches.masks import Nodes, kept_chain_nodes
 from hf_specdecpp.cuda_graphs.fixed_cache import (
     Budget,
     FixedCache,
-    FixedCaches,
     FixedContext,
     pass_inputs,
     windows_of,
@@ -33,18 +31,6 @@ AHEAD = 512  # tokens; a cache is first made for the expected ones, but at most 
 
 # For each target its identity at the capture, and the captured passes.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()
-
-
-@dataclass
-class Slot:
-    """Inputs and outputs of passes of one width, at fixed addresses: `tokens` `[1, width]`; `ancestors` and `depths` of
-    trees, as in `Nodes`; `outputs`: logits `[1, width, vocab]`, then watched states `[1, width, size]` each, empty
-    before the first pass."""
-
-    tokens: Tensor
-    ancestors: Tensor
-    depths: Tensor
-    outputs: list[Tensor]
 
 
 class CapturedTarget:
@@ -78,10 +64,11 @@ class CapturedTarget:
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
         self.budget = Budget(self.device, self.graphs.family.clear)
         windows = windows_of(target.config.get_text_config(decoder=True)) or []
-        self.caches = FixedCaches(windows, self.device, self.budget)
-        self.context = FixedContext(self.caches, None)
+        self.context = FixedContext(windows, self.device, self.budget)
         self.expected = 0
-        self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
+        # At fixed addresses, by width, whether a tree, and `_reads`: tokens `[1, width]`, ancestors and depths of trees
+        # as in `Nodes`, and outputs, empty before the first pass.
+        self._slots: dict[tuple[int, bool, tuple[int, ...]], tuple[Tensor, Tensor, Tensor, list[Tensor]]] = {}
         self._reads: tuple[int, ...] = ()  # `StateReader.reads` of the watched states
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # by `_reads`, states of the latest pass
         self._paths: dict[int, Tensor] = {}  # by width, rows of a path at a fixed address
@@ -124,7 +111,7 @@ class CapturedTarget:
         tokens (`None`: all shown); `position`: `[..., texts, 1]`, position ids of the next tokens."""
         self.budget.text += 1
         position = with_rows(position, dim=-2)
-        self.context = FixedContext(self.caches, position.shape)
+        self.context.begin_text(position.shape)
         fixed = self.context.with_capacity(num_tokens + max(min(self.expected, num_tokens + AHEAD), 1))
         fixed.read(cache, num_tokens)
         self.context.num_tokens = num_tokens
@@ -159,21 +146,20 @@ class CapturedTarget:
         if key not in self._slots:
             with lasting():
                 span = torch.arange(width, device=self.device)
-                self._slots[key] = Slot(span[None].clone(), span <= span[:, None], span, [])
-        slot = self._slots[key]
-        slot.tokens[:, :count] = tokens
+                self._slots[key] = span[None].clone(), span <= span[:, None], span, []
+        own, ancestors, depths, outputs = self._slots[key]
+        own[:, :count] = tokens
         if tree is not None:
-            slot.ancestors.copy_(tree[0])
-            slot.depths.copy_(tree[1])
+            ancestors.copy_(tree[0])
+            depths.copy_(tree[1])
 
         def run() -> None:
-            chain = None if is_tree else kept_chain_nodes(width, self.device)
-            nodes = chain or Nodes(slot.ancestors, slot.depths, slot.depths)
-            write_lasting(slot.outputs, self.forward(cache, slot.tokens, nodes))
+            nodes = Nodes(ancestors, depths, depths) if is_tree else kept_chain_nodes(width, self.device)
+            write_lasting(outputs, self.forward(cache, own, nodes))
 
         # After a successful comparison, a pass that cannot be captured runs directly.
         self.graphs.run(("read", *self.context.key, *key), run, falls_back=bool(self.checked))
-        logits, *states = (each[:, :count] for each in slot.outputs)
+        logits, *states = (each[:, :count] for each in outputs)
         return SimpleNamespace(logits=logits, states=states)
 
     def forward(self, cache: FixedCache, tokens: Tensor, nodes: Nodes) -> list[Tensor]:
@@ -213,7 +199,7 @@ class CapturedTarget:
         if any(self.graphs.family.members):  # otherwise nothing is running
             self.graphs.family.clear()
         self.rounds.clear()
-        self.caches.clear()
+        self.context.made.clear()
 
 
 def some_tokens(ids: Tensor, count: int) -> Tensor:

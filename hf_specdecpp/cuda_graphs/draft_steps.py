@@ -45,10 +45,11 @@ class RoundSteps(ABC):
     """Steps of a draft in captured rounds. They have no state of a sequence: caches are arguments.
 
     Args:
-        drafter, key: the drafter whose model is captured, and the identity of the captured steps, to reuse graphs.
-        size: size of the target's states in `Window`; `None` if the draft reads none.
+        drafter: the copy of the draft whose model is captured.
 
     Attributes:
+        key: the identity of the captured steps, to reuse graphs.
+        size: size of the target's states in `Window`; `None` if the draft reads none.
         again: number of the sequence's tokens that the next round reads again.
         least, most: fewest steps of a round, with which all caches contain the window, and most steps.
         draws_trees: whether levels may have several nodes.
@@ -63,8 +64,10 @@ class RoundSteps(ABC):
     device: torch.device
     embed: Callable[[Tensor], Tensor]
 
-    def __init__(self, drafter: Any, vocab_size: int, key: Hashable, size: int | None) -> None:
-        self.vocab_size, self.key, self.size = vocab_size, key, size
+    def __init__(self, drafter: Any, vocab_size: int) -> None:
+        self.drafter, self.vocab_size = drafter, vocab_size
+        self.key: Hashable = drafter
+        self.size: int | None = None if drafter.reads is None else drafter.reads.width
         self.dtype, self.device, self.embed = drafter.dtype, drafter.device, drafter.embed
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The KV cache of fixed size that captured passes need (`FixedCache`), and a sequence in it (`FixedContext`)."""
+"""The KV cache of fixed size that captured passes need (`FixedCache`), and sequences in them (`FixedContext`)."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ class FixedCache(Cache):
         prompt: the hidden tokens of prompts and the offset of positions; `None` without `positions`.
     """
 
+    layers: Any
     text = 0
 
     def __init__(
@@ -142,9 +143,8 @@ class FixedCache(Cache):
         """Move the latest pass's rows `rows` `[texts, n]`, ascending, to the first rows after the committed tokens."""
         begin = self.length[:, None]
         goal, source = span(rows.shape[1], rows.device) + begin, rows + begin
-        layers: list[Any] = self.layers
         places = {self.capacity: (goal, source)} | {each: (goal % each, source % each) for each in self._of_windows}
-        for layer in layers:
+        for layer in self.layers:
             goal, source = places[layer.capacity]
             for each in layer.stored if layer.is_initialized else ():
                 each.scatter_(-2, _of_heads(goal, each), each.gather(-2, _of_heads(source, each)))
@@ -169,8 +169,7 @@ class FixedCache(Cache):
     @property
     def tensors(self) -> list[Tensor]:
         """Keys and values, alternating, of each initialised layer: `[texts, heads, layer's capacity, size]`."""
-        layers: list[Any] = self.layers
-        return [each for layer in layers if layer.is_initialized for each in (layer.keys, layer.values)]
+        return [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
 
     @property
     def num_bytes(self) -> int:
@@ -186,8 +185,7 @@ class FixedCache(Cache):
 
     def copy_from(self, smaller: FixedCache) -> None:
         """Copy a smaller cache."""
-        layers: list[Any] = list(zip(self.layers, smaller.layers, strict=True))
-        for ours, layer in layers:
+        for ours, layer in zip(self.layers, smaller.layers, strict=True):
             if layer.is_initialized:
                 ours.write(slice(layer.capacity), layer.keys, layer.values)
         self.length.copy_(smaller.length)
@@ -200,8 +198,7 @@ class FixedCache(Cache):
         that it holds."""
         self.length.fill_(num_tokens)
         theirs: list[Any] = cache.layers
-        layers: list[Any] = self.layers
-        for ours, layer in zip(layers, theirs, strict=True):
+        for ours, layer in zip(self.layers, theirs, strict=True):
             if layer.is_initialized:
                 first = num_tokens - (count := min(layer.keys.shape[-2], ours.capacity))
                 ours.write(ours.rows_of(first, num_tokens), layer.keys[:, :, -count:], layer.values[:, :, -count:])
@@ -210,16 +207,14 @@ class FixedCache(Cache):
         """For each layer keys and values `[heads, n, size]` of a sequence's first tokens, without hidden ones. Those of
         tokens that have left a layer's window are arbitrary."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
-        every: list[Any] = self.layers
-        layers = [layer for layer in every if layer.is_initialized]
+        layers = [layer for layer in self.layers if layer.is_initialized]
         rows = [layer.rows_of(0, num_tokens)[shown] for layer in layers]
         return [(layer.keys[text][:, own], layer.values[text][:, own]) for layer, own in zip(layers, rows, strict=True)]
 
     def write(self, cache: DynamicCache, num_tokens: int) -> None:
         """Copy the first `num_tokens` tokens to a growing cache, for passes that are not captured."""
         theirs: list[Any] = cache.layers
-        layers: list[Any] = self.layers
-        for ours, layer in zip(layers, theirs, strict=True):
+        for ours, layer in zip(self.layers, theirs, strict=True):
             first = 0
             if isinstance(layer, DynamicSlidingWindowLayer):
                 first = max(num_tokens - layer.sliding_window + 1, 0)
@@ -251,7 +246,7 @@ class Budget:
     def __init__(self, device: torch.device, forget: Callable[[], None]) -> None:
         self.most = free_bytes(device) * SHARE
         self.forget, self.text = forget, 0
-        self.owners: WeakSet[FixedCaches] = WeakSet()
+        self.owners: WeakSet[FixedContext] = WeakSet()
 
     def make_room(self, needed: float) -> None:
         """Drop the least recently used caches if `needed` further bytes do not fit, and some more than needed, because
@@ -267,12 +262,15 @@ class Budget:
         self.forget()
 
 
-class FixedCaches:
-    """Caches of different sizes for one sequence or batch at a time, kept between calls because graphs use them.
+class FixedContext:
+    """One sequence, or the rows of a batch, in a cache that is copied to a larger one when necessary. Caches of all
+    sizes are kept between calls, because graphs use them.
 
     Attributes:
-        spare: as for `FixedCache`; 0 if no layer has a window.
-        made: the caches, by capacity, positions and `spare`.
+        made: the caches, by capacity, `positions` and `spare`.
+        cache: that of the current sequence; `None` before the first `with_capacity`, and once it is freed.
+        num_tokens: `cache.length`, on the host.
+        positions, spare: as for `FixedCache`; `spare` is 0 if no layer has a window.
     """
 
     def __init__(self, windows: Sequence[float], device: torch.device, budget: Budget) -> None:
@@ -280,58 +278,48 @@ class FixedCaches:
         self.made: dict[tuple[int, torch.Size | None, int], FixedCache] = {}
         self._bytes = 0.0  # for a token of one text, once known
         budget.owners.add(self)
+        self.begin_text(None)
 
     def set_width(self, num_tokens: int) -> None:
         """Called before a sequence, with the most tokens of its passes."""
         self.spare = width_of(num_tokens) if any(map(math.isfinite, self.windows)) else 0
 
-    def empty(self, num_tokens: int, positions: torch.Size | None) -> FixedCache:
+    def begin_text(self, positions: torch.Size | None) -> None:
+        self.cache: Any = None
+        self.positions, self.num_tokens = positions, 0
+
+    @property
+    def key(self) -> tuple[int, torch.Size | None, int]:
+        """Identifies the current cache in keys of graphs."""
+        return self.cache.capacity, self.positions, self.spare
+
+    def with_capacity(self, num_tokens: int) -> FixedCache:
+        """The cache, first copied to a larger one if its capacity is below `num_tokens`."""
+        if (smaller := self.cache) is None or smaller.capacity < num_tokens:
+            larger = self.empty(num_tokens)
+            if smaller is not None:
+                larger.copy_from(smaller)
+            self.cache = larger  # only after all allocations succeeded
+        cache: FixedCache = self.cache
+        return cache
+
+    def empty(self, num_tokens: int) -> FixedCache:
         """The smallest cache for `num_tokens` tokens, emptied; made if missing."""
-        key = capacity_for(num_tokens), positions, self.spare
+        key = capacity_for(num_tokens), self.positions, self.spare
         if key not in self.made:
             for made in self.made.values():
                 self._bytes = made.num_bytes / (made.capacity * len(made.length))
-            self.budget.make_room(self._bytes * key[0] * (1 if positions is None else positions[-2]))
+            self.budget.make_room(self._bytes * key[0] * (1 if self.positions is None else self.positions[-2]))
             self.made[key] = FixedCache(self.windows, key[0], self.device, *key[1:])
         else:
             self.made[key].clear()
         self.made[key].text = self.budget.text
         return self.made[key]
 
-    def clear(self) -> None:
-        """Drop all caches. A cache that a `FixedContext` refers to stays alive."""
-        self.made.clear()
-
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values."""
         return sum(cache.num_bytes for cache in self.made.values())
-
-
-class FixedContext:
-    """A sequence, or the rows of a batch, in one of `caches`, copied to a larger one when necessary.
-
-    `num_tokens`: `cache.length`, on the host; `positions`: as for `FixedCache`."""
-
-    cache: Any = None
-
-    def __init__(self, caches: FixedCaches, positions: torch.Size | None) -> None:
-        self.caches, self.positions, self.num_tokens = caches, positions, 0
-
-    @property
-    def key(self) -> tuple[int, torch.Size | None, int]:
-        """Identifies the current cache in keys of graphs."""
-        return self.cache.capacity, self.positions, self.caches.spare
-
-    def with_capacity(self, num_tokens: int) -> FixedCache:
-        """The cache, first copied to a larger one if its capacity is below `num_tokens`."""
-        if (smaller := self.cache) is None or smaller.capacity < num_tokens:
-            larger = self.caches.empty(num_tokens, self.positions)
-            if smaller is not None:
-                larger.copy_from(smaller)
-            self.cache = larger  # only after all allocations succeeded
-        cache: FixedCache = self.cache
-        return cache
 
 
 def pass_inputs(model: CausalLM, cache: FixedCache, nodes: Nodes, num_prefix: Tensor, longest: float) -> dict[str, Any]:

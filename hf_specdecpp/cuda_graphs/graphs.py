@@ -151,13 +151,9 @@ class Graphs:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
-        before = [each.clone() for each in changes]
+        restore = restoring(changes)
         with lasting():
             ran = torch.zeros((), dtype=torch.long, device=self.device)
-
-        def restore() -> None:
-            for each, old in zip(changes, before, strict=True):
-                each.copy_(old)
 
         def counted() -> None:
             function()
@@ -269,6 +265,17 @@ class NoReads(TorchFunctionMode):
 def _refuse(device: torch.device, func: Any, arguments: Any) -> None:
     if any(isinstance(each, Tensor) and each.device.type == device.type for each in tree_leaves(arguments)):
         raise CannotCaptureError(f"{func} waits for the device")
+
+
+def restoring(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """A function that gives these tensors back their present contents."""
+    before = [each.clone() for each in tensors]
+
+    def restore() -> None:
+        for each, old in zip(tensors, before, strict=True):
+            each.copy_(old)
+
+    return restore
 
 
 def write_lasting(outputs: list[Tensor], found: Sequence[Tensor]) -> None:

@@ -127,10 +127,6 @@ class SharedSteps(RoundSteps):
 
     shares_cache, num_layers = True, 0
 
-    def __init__(self, draft: Any, vocab_size: int) -> None:
-        super().__init__(draft, vocab_size, draft.model, draft.reads.width)
-        self.draft = draft
-
     def read(self, cache: FixedCache, window: Window) -> None:
         """Add the window to the cache's length: the draft stores no keys and values."""
         cache.length.add_(window.last + 1)
@@ -138,9 +134,9 @@ class SharedSteps(RoundSteps):
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         own: Any = window.states
         tokens, states = window.tokens.gather(1, window.last[:, None]), last_rows(own, window.last)[:, None]
-        seen = self.draft.rows_in(cache)
+        seen = self.drafter.rows_in(cache)
         while True:
-            logits, hidden, further = self.draft.run(tokens, states, seen)
+            logits, hidden, further = self.drafter.run(tokens, states, seen)
             level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
             tokens = level.tokens
             states = level.of_parents(further[None])

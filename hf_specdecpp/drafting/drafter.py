@@ -25,9 +25,7 @@ class ModelSteps(RoundSteps):
     """Captured steps of a draft model or of an early exit of the target, which may read the target's states."""
 
     def __init__(self, drafter: Any, vocab_size: int) -> None:
-        self.drafter = drafter
-        fusion = drafter.fusion
-        super().__init__(drafter, vocab_size, drafter, None if fusion is None else fusion.width)
+        super().__init__(drafter, vocab_size)
         self.num_layers = len(windows_of(drafter.text_config) or [])
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:

@@ -297,7 +297,7 @@ def _ownpackage_of(kind: type[Any], model: CausalLM) -> str | None:
     """The package of the model's class if no other package defines a forward of `kind`, else `None`.
 
     Example: with a model of the Hub, whose code is in the package "transformers_modules", a layer that extends
-    `nn.Module` returns "transformers_modules", and a layer that extends `LlamaAttention` returns `None`."""
+    `torch.nn.Module` returns "transformers_modules", and a layer that extends `LlamaAttention` returns `None`."""
     own = type(model).__module__.partition(".")[0]
     defining = [each for each in kind.__mro__ if "forward" in vars(each) and each is not nn.Module]
     return own if {each.__module__.partition(".")[0] for each in defining} == {own} else None

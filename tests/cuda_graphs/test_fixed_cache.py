@@ -15,7 +15,7 @@ from hf_specdecpp.cuda_graphs import captured_target, fixed_cache
 from hf_specdecpp.cuda_graphs.fixed_cache import (
     Budget,
     FixedCache,
-    FixedCaches,
+    FixedContext,
     capacity_for,
     rows_for,
     windows_of,
@@ -43,10 +43,10 @@ def test_batches_have_few_sizes() -> None:
 
 def of_texts(budget: Budget, rooms: list[int], forgot: list[Any]) -> list[tuple[list[int], int]]:
     """The rooms that remain after texts of these lengths, and how often graphs were forgotten."""
-    caches, found = FixedCaches([inf] * 3, CPU, budget), []
+    caches, found = FixedContext([inf] * 3, CPU, budget), []
     for tokens in rooms:
         budget.text += 1
-        cache = caches.empty(tokens, None)
+        cache = caches.empty(tokens)
         layers: list[Any] = cache.layers
         for layer in layers:
             if not layer.is_initialized:
@@ -70,10 +70,10 @@ def test_caches_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one text: of the target and of the draft, the smaller and the larger one."""
     monkeypatch.setattr(fixed_cache, "free_bytes", lambda _: 0.0)
     budget = Budget(CPU, lambda: None)
-    both, budget.text = [FixedCaches([inf] * 3, CPU, budget) for _ in range(2)], 1
+    both, budget.text = [FixedContext([inf] * 3, CPU, budget) for _ in range(2)], 1
     for caches in both:
         for tokens in (100, 300):
-            caches.empty(tokens, None)
+            caches.empty(tokens)
     assert [len(caches.made) for caches in both] == [2, 2]
 
 
@@ -138,7 +138,7 @@ def test_texts_longer_than_their_windows(mutant: str | None, rows: int, monkeypa
     """Layers with a window keep the window and the nodes of a pass; texts and the cache that is returned are plain
     generation's. A mutant keeps too little, another all."""
     if mutant == "spare":
-        monkeypatch.setattr(FixedCaches, "set_width", lambda caches, _: setattr(caches, "spare", 1))
+        monkeypatch.setattr(FixedContext, "set_width", lambda caches, _: setattr(caches, "spare", 1))
     elif mutant == "all tokens":
         monkeypatch.setattr(fixed_cache, "windows_of", lambda config: [inf] * config.num_hidden_layers)
         monkeypatch.setattr(captured_target, "windows_of", fixed_cache.windows_of)
@@ -151,7 +151,7 @@ def test_texts_longer_than_their_windows(mutant: str | None, rows: int, monkeypa
     assert torch.equal(ours.sequences, plain.sequences)
     # The comparison with the target's own passes notices rows that are overwritten too early.
     assert (assistant.stats.decided["rounds"] == "captured") == (mutant != "spare")
-    window, caches = min(windows_of(target.config) or []), captured_target._known[target][1].caches
+    window, caches = min(windows_of(target.config) or []), captured_target._known[target][1].context
     layers: list[Any] = next(iter(caches.made.values())).layers
     (kept,) = {layer.capacity for layer in layers} - {256} or {256}
     assert (kept <= window + 8) == (mutant != "all tokens")

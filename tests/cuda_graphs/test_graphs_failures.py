@@ -221,7 +221,7 @@ def test_a_text_that_finds_no_larger_room_goes_on_elsewhere(
     assert pretended["replayed"]
     passes = captured_target(target)
     assert not passes.busy
-    assert passes.caches.num_bytes == 0 == len(passes.graphs)
+    assert passes.context.num_bytes == 0 == len(passes.graphs)
     # The cache holds the text, as plain generation leaves it.
     held = {"past_key_values": text.past_key_values, "attention_mask": torch.ones_like(text.sequences)}
     held["attention_mask"][:, :5] = 0

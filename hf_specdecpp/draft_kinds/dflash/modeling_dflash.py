@@ -223,15 +223,14 @@ class BlockSteps(RoundSteps):
     all levels. The cache holds the verified tokens; the block's rows are written behind the window and dropped."""
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
-        super().__init__(draft, vocab_size, draft.model, draft.reads.width)
-        self.draft, self.model = draft, draft.model
+        super().__init__(draft, vocab_size)
+        self.model = draft.model
         self.num_layers, self.most = len(self.model.layers), draft.settings.places
         self.behind = draft.settings.block_size
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
-        draft, states = self.draft, window.states
-        if states is None:
-            raise ValueError("A DFlash draft reads the target's states, and none were handed over.")
+        draft = self.drafter
+        states: Any = window.states
         anchor = window.tokens.gather(1, window.last[:, None])
         block = draft.block_after(anchor).to(self.dtype)
         count, size = states.shape[1], block.shape[1]

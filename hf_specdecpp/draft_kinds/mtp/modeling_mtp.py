@@ -289,8 +289,8 @@ class LayerSteps(RoundSteps):
     draws_trees = False
 
     def __init__(self, layers: Sequence[Any], vocab_size: int) -> None:
-        self.layers = layers
-        super().__init__(self.layers[0], vocab_size, tuple(layers), self.layers[0].fusion.width)
+        super().__init__(layers[0], vocab_size)
+        self.layers, self.key = layers, tuple(layers)
         self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:

@@ -92,7 +92,7 @@ def _parts(
         is_entered = True
     except torch.OutOfMemoryError as error:
         passes.close()
-        del passes.context
+        passes.context.cache = None
         return memory_ended(error)
     finally:
         passes.busy = is_entered
@@ -115,7 +115,7 @@ def _enter(
         widths |= set(pass_widths(usual.generator.setup.most_tokens))
     further = max(text.max_length - text.length for text in texts)
     passes.expected = int(further) + 2 * max(widths) + SPARE if isfinite(further) else 0
-    passes.caches.set_width(max(widths))
+    passes.context.set_width(max(widths))
     try:
         usual.enter(passes)
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
@@ -151,10 +151,9 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
             passes.graphs.family.clear()  # graphs cannot be freed one by one
             known.clear()
         spare = SPARE if speculation.rule == "throughput" else 0
-        draft = CapturedDraft(steps, shapes, rows, greedy, spare, passes.budget)
+        draft = CapturedDraft(steps, shapes, rows, spare, passes.context, greedy)
         known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds())
     rounds, fastest = known[key]
-    rounds.take_numbers(rules)
     follows = speculation.rule == "threshold" and not speculation.draws_trees
     tiers: Tiers = RuleShapes(shapes if follows else shapes[-1:])
     if speculation.rule == "throughput":

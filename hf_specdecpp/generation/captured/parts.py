@@ -65,15 +65,11 @@ class GraphDrafts(Drafts):
         known = [states[0] for _, states in read if states is not None]
         states = pad_sequence(known, batch_first=True, padding_side="left") if known else None
         shown = torch.cat([text.generator.processing.shown(text.ids) for text in self.texts])
-        self.rounds.begin_texts(shown, tokens, states, padding)
+        self.rounds.begin_texts(self.rules, shown, tokens, states, padding)
         if isinstance(self.tiers, FastestShapes):
             device = self.rounds.passes.device
             with keeping_generators(device):  # timing must not change the random numbers of the generation
-                self.tiers.seconds.time(self.tiers.shapes, self.time)
-
-    def time(self, shape: RoundShape) -> float:
-        """Seconds of a round of this shape, which is then rolled back."""
-        return self.rounds.time(shape, self.rules, self.process)
+                self.tiers.seconds.time(self.tiers.shapes, partial(self.rounds.time, process=self.process))
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         attempt(partial(self._propose, texts), of_draft=True)
@@ -85,11 +81,11 @@ class GraphDrafts(Drafts):
         self.rounds.continue_with([self.texts.index(text) for text in texts])
         self.shape = self._shape(length := max(text.length for text in texts))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
-        self.rounds.propose(self.shape, self.rules, length, self.process)
+        self.rounds.propose(self.shape, length, self.process)
 
     def verify(self) -> list[RoundReport]:
         """Called by `RoundGraphs.read`: wait for the results of the round."""
-        reports = self.rounds.verify(self.shape, self.rules)
+        reports = self.rounds.verify(self.shape)
         if isinstance(self.tiers, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.tiers.seconds.record_round(self.shape, time.perf_counter() - self._launched)
         self.made += 1
@@ -140,8 +136,6 @@ class GraphTarget(RoundTarget):
         if failure.is_memory:
             self.passes.close()
         self.leave(texts)
-        if failure.is_memory:
-            del self.passes.context
         return self.drafts, self.usual
 
     def warn(self, failure: GraphsFailedError) -> None:
@@ -157,6 +151,8 @@ class GraphTarget(RoundTarget):
             self.usual.copy_back(self.passes, texts, [self.texts.index(text) for text in texts])
         finally:
             self._count(self.texts[0].stats)
+            if not self.passes.context.made:  # closed, because memory ended
+                self.passes.context.cache = None
             self.passes.busy = False
 
     def _count(self, stats: SpeculationStats) -> None:

@@ -79,7 +79,7 @@ class WarmUpDecoding(AssistedDecoding):
 
     def _make_whole_rounds(self, drafts: GraphDrafts) -> None:
         for shape in {RoundShape(0), *drafts.tiers.shapes}:
-            drafts.time(shape)
+            drafts.rounds.time(shape, drafts.process)
 
     def _read_target(self, passes: CapturedTarget, capacity: int) -> None:
         """Run a pass of each width, for trees also moving rows of a path, then some ordinary rounds."""
