@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches import cached_context as text
 from hf_specdecpp.generation import single_target
+from hf_specdecpp.models import foreign
 from hf_specdecpp.models.cpu import weight_copies
 from hf_specdecpp.sampling.processors import Processing
 
@@ -196,11 +197,16 @@ def tree_at_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rolled_back_one_short(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Any = Cache.crop
-    monkeypatch.setattr(Cache, "crop", lambda cache, count: real(cache, min(count + 1, 0)))
+    _replace_crop(monkeypatch, lambda cache, count: real(cache, min(count + 1, 0)))
 
 
 def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cache, "crop", lambda cache, count: None)
+    _replace_crop(monkeypatch, lambda cache, count: None)
+
+
+def _replace_crop(monkeypatch: pytest.MonkeyPatch, crop: Callable[[Any, int], None]) -> None:
+    monkeypatch.setattr(foreign, "KNOWN", {*foreign.KNOWN, __name__.partition(".")[0]})  # else no candidates
+    monkeypatch.setattr(Cache, "crop", crop)
 
 
 def path_kept_in_drawing_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,7 @@ def drafting(checkpoint: Checkpoint) -> tuple[Any, CausalLM]:
 @torch.no_grad()
 def alone(draft: DFlashDraft, states: Tensor, text: int, anchor: int) -> Tensor:
     """Final states of the block of a round after `anchor`."""
-    session = draft.session(VOCAB)
+    session: Any = draft.session(VOCAB)
     session.read_verified(TEXTS[text : text + 1, : anchor + 1], 0, states[text : text + 1, :anchor])
     return session._block()[1]
 
