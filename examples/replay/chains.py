@@ -77,6 +77,11 @@ def recorded_estimator(name: str, head: AcceptanceHead | None, greedy: bool) -> 
     return TrueAcceptance() if name == "truth" else Probability()  # type: ignore[return-value]
 
 
+def entropy_of(step: DraftStep | Seen) -> Any:
+    """The entropy of q in nats: recorded, or a tensor `[...]`."""
+    return step.entropy if isinstance(step, Seen) else torch.special.entr(step.q).sum(-1)
+
+
 def q_of(step: Any) -> Any:
     """q(y) of a recorded candidate, or of one that is being drafted."""
     return step.q_of_token if isinstance(step, Seen) else DraftProbability().estimate(step)
@@ -225,7 +230,7 @@ class SVIP(Baseline):
     """Stop when the entropy H of q in nats says that it was a guess: sqrt(0.15 H) > bound (arXiv 2411.18462)."""
 
     def signal(self, step: DraftStep) -> Tensor:
-        return torch.special.entr(step.q).sum(-1)
+        return entropy_of(step)
 
     def stops(self, signal: float | None) -> bool:
         return signal is not None and math.sqrt(SVIP_GAMMA * max(signal, 0.0)) > self.bound
@@ -243,7 +248,7 @@ class AdaEDL(Baseline):
         self.acceptance_rate = 0.9
 
     def signal(self, step: DraftStep) -> Tensor:
-        return torch.special.entr(step.q).sum(-1)
+        return entropy_of(step)
 
     def stops(self, signal: float | None) -> bool:
         return signal is not None and 1.0 - math.sqrt(ADAEDL_GAMMA * max(signal, 0.0)) < self.bound

@@ -179,34 +179,35 @@ class AcceptanceRates:
         Returns:
             Whether the calibration was fitted again.
         """
-        row = self._count(estimates[:num_drafted], [True] * num_accepted + [False])
-        # Without an estimate the count is divided by the bins' probabilities given the last bin and the outcome.
-        for position in range(len(estimates), min(num_drafted, num_accepted + 1)):
+        row = NO_VERDICT
+        for position in range(min(num_drafted, num_accepted + 1)):
             was_accepted = position < num_accepted
-            share = self.following[row] * (self.acceptance if was_accepted else 1.0 - self.acceptance)
-            share = share / share.sum()
-            self.estimated += share * CENTRES
-            self.transitions[row] += share
-            self.accepted += share * was_accepted
-            row = NO_VERDICT
+            if position < len(estimates):
+                following = bin_of(estimates[position])
+                self.estimated[following] += estimates[position]
+                self.transitions[row, following] += 1.0
+                self.accepted[following] += was_accepted
+                row = following
+            else:  # without an estimate: divide the count by the bins' probabilities given the last bin and the outcome
+                share = self.following[row] * (self.acceptance if was_accepted else 1.0 - self.acceptance)
+                share = share / share.sum()
+                self.estimated += share * CENTRES
+                self.transitions[row] += share
+                self.accepted += share * was_accepted
+                row = NO_VERDICT
         return self._end_round()
 
     def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
         """`record_chain` for a tree: for each reached node its children's estimates and the accepted child's rank."""
         for estimates, accepted in families:
-            self._count(estimates, [False] * (len(estimates) if accepted is None else accepted) + [True])
+            row = NO_VERDICT
+            for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
+                following = bin_of(estimate)
+                self.estimated[following] += estimate
+                self.transitions[row, following] += 1.0
+                self.accepted[following] += rank == accepted
+                row = following
         return self._end_round()
-
-    def _count(self, estimates: list[float], outcomes: list[bool]) -> int:
-        """Count candidates up to the end of the shorter list, whether each was accepted; returns the last one's bin."""
-        row = NO_VERDICT
-        for estimate, was_accepted in zip(estimates, outcomes, strict=False):
-            following = bin_of(estimate)
-            self.estimated[following] += estimate
-            self.transitions[row, following] += 1.0
-            self.accepted[following] += was_accepted
-            row = following
-        return row
 
     def _end_round(self) -> bool:
         self.rounds += 1

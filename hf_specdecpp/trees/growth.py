@@ -109,7 +109,10 @@ class ThresholdSchedule:
         if len(tree):
             self.rounds += 1
             share = max(1.0 / self.rounds, LATEST)
-            entropy = -sum(x * math.log(x) for a in tree.estimates[1:] for x in (a, 1.0 - a) if x > 0.0)
+            entropy = 0.0
+            for a in tree.estimates[1:]:
+                for x in (a, 1.0 - a):
+                    entropy -= x * math.log(x) if x > 0.0 else 0.0
             self.split_entropy += share * (entropy / len(tree) - self.split_entropy)
             self.estimate += share * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
 
