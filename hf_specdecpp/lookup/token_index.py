@@ -182,8 +182,8 @@ class Answers:
         if (count := len(self.seen)) > self.most:
             # Down to half of the limit, so that this is rare: all other answers are indexed again.
             tokens = self.seen.tokens
-            later = [place + 1 for place, token in enumerate(tokens) if token == NOTHING][:-1]  # where answers begin
-            first = next((each for each in later if count - each <= self.most // 2), later[-1])
+            begins = [0, *(place + 1 for place, token in enumerate(tokens) if token == NOTHING)][:-1]  # of the answers
+            first = next((each for each in begins if count - each <= self.most // 2), begins[-1])
             self.seen = TokenIndex(tokens[first:])
 
     def save(self, file: str | Path) -> None:

@@ -1,7 +1,6 @@
 """`examples/serve.py`: transformers' server, asked over HTTP, answers with the assistant as it does without."""
 
 import runpy
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from support.enumeration.mutants import accept_everything
 from support.files.repos import save_chat_model
+from support.runs.free_port import free_port
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -34,9 +34,7 @@ class Served:
     """A server on a thread of this process, and a client of it."""
 
     def __init__(self, folder: str, assistant: str | None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         serve = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "serve.py"))["serve"]
         options = {"host": "127.0.0.1", "port": port, "device": "cpu", "non_blocking": True}
         self.folder, self.server = folder, serve(folder, assistant, **options)

@@ -6,7 +6,6 @@ import base64
 import html
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.files.repos import save_model, tokenizer
+from support.runs.free_port import free_port
 from support.targets.families import informed_draft
 from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,10 +58,8 @@ def answer_of(folder: str | Path, question: str) -> str:
 def space(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Space]:
     target, assistant = small_pair(tmp_path_factory.mktemp("space"))
     question = "w1 w2 w3 w4 w5"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = {"TARGET": target, "ASSISTANT": assistant, "GRADIO_SERVER_PORT": str(port)}
+    port = str(free_port())
+    settings = {"TARGET": target, "ASSISTANT": assistant, "GRADIO_SERVER_PORT": port}
     quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_OFFLINE": "1"}
     app = subprocess.Popen([sys.executable, ROOT / "hub_cards" / "space" / "app.py"], env=os.environ | settings | quiet)
     try:

@@ -118,6 +118,10 @@ def test_the_oldest_answers_go() -> None:
     nothing = Answers(0)
     nothing.add([1, 2])
     assert len(nothing) == 0
+    latest = Answers(1)
+    for first in (1, 3):
+        latest.add([first, first + 1])
+        assert list(latest.seen.tokens) == [first, first + 1, NOTHING]
 
 
 def test_answers_are_saved_on_purpose_and_loaded_again(tmp_path: Path) -> None:

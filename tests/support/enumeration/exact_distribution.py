@@ -114,8 +114,8 @@ def worst_error(probs: Probs, p: Callable[[Tokens], Tensor], vocab: int) -> floa
     for emitted, weight in probs.items():
         for length, token in enumerate(emitted):
             masses[emitted[:length]][token] += weight
-    emitted_ones = {prefix: mass for prefix, mass in masses.items() if float(mass.sum()) > NEVER}
-    return max(float((mass / mass.sum() - p(prefix)).abs().max()) for prefix, mass in emitted_ones.items())
+    compared = {prefix: mass for prefix, mass in masses.items() if float(mass.sum()) > NEVER}
+    return max(float((mass / mass.sum() - p(prefix)).abs().max()) for prefix, mass in compared.items())
 
 
 def largest_error(rounds: Iterable[Any]) -> float:

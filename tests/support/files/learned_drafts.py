@@ -65,8 +65,10 @@ def blocks(
     """Write a published draft in the original format, with blocks of four rows that read three layers; return its loss.
     DFlash proposes three candidates, DSpark four.
 
-    `texts`: token ids `[1, n]`, with the number of tokens before those that the draft learns. Each of the `steps` is
-    for the next four of them."""
+    `texts`: token ids `[1, n]` of each text, and the index of the first token that the draft learns. Each of the
+    `steps` trains on four texts.
+
+    Example: with ([[5, 6, 7, 8]], 2) the draft learns to propose 7 and 8."""
     config: Any = target.config
     size, vocab_size = config.hidden_size, config.vocab_size
     heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}

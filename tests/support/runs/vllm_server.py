@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from support.runs.free_port import free_port
 
 START = 600.0  # seconds until a server must be ready; on a busy machine it loads for more than a minute
 STOP = 30.0  # seconds until a server that was told to end is killed
@@ -51,7 +52,7 @@ class Server:
         request = urllib.request.Request(  # noqa: S310 - to this machine
             self.url + path, data, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=timeout) as response:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=timeout) as response:  # noqa: S310 - to this machine
             answer: str = response.read().decode()
         return answer
 
@@ -78,9 +79,7 @@ def served(command: str, log: Path) -> Iterator[Server]:
     """Run a command as `specdecpp export` prints it, with `OPTIONS`, and yield the server once it is ready.
 
     The output goes to the file `log`. `RuntimeError` with its errors if the server ends or is not ready in time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     program, serve, model, *words = shlex.split(command)
     assert (program, serve) == ("vllm", "serve")
     started = [sys.executable, "-c", PROGRAM, serve, model, *words, *OPTIONS.split(), "--port", str(port)]
