@@ -18,7 +18,9 @@ import yaml
 from huggingface_hub import snapshot_download
 from support.files import learned_drafts
 from support.files.dspark_exports import random_head
+from support.files.repos import save_model
 from support.runs.vllm_server import served
+from support.targets.models import prompt, quiet_later_layers, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -64,14 +66,14 @@ class Served:
     """What vLLM did without a draft, and what all tests need.
 
     `source`: the target's folder; `prompts`: token ids; `plain`: text and token ids of each answer; `training`: the
-    run whose answers vLLM wrote."""
+    run whose answers vLLM wrote, if there is one."""
 
     folder: Path
     source: str
     target: Any
     prompts: list[list[int]]
     plain: list[tuple[str, list[int]]]
-    training: TrainingConfig
+    training: TrainingConfig | None = None
 
     def serve(self, method: str, draft: Path) -> str:
         """The command for a draft that needs no export."""
@@ -105,6 +107,7 @@ def train(settings: Path, stage: str, *options: str) -> None:
 
 
 def test_the_server_writes_answers_for_training(vllm: Served) -> None:
+    assert vllm.training is not None
     rows = [row for split in ("train", "heldout") for row in answers.load(vllm.training.work, split)]
     assert sorted(row["temperature"] for row in rows) == [0.0] * len(QUESTIONS) + [1.0] * len(QUESTIONS)
     tokenizer = AutoTokenizer.from_pretrained(vllm.source)
@@ -121,9 +124,9 @@ def test_the_server_writes_answers_for_training(vllm: Served) -> None:
 # Drafts ---------------------------------------------------------------------------------------------------------------
 
 
-def early_exit(vllm: Served) -> tuple[str, SpecDecPPAssistant]:
+def early_exit(vllm: Served, layers: int = LAYERS) -> tuple[str, SpecDecPPAssistant]:
     """The command that serves the draft, and an assistant with the draft."""
-    assistant = SpecDecPPAssistant.from_early_exit(vllm.target, LAYERS, speculation=FIXED)
+    assistant = SpecDecPPAssistant.from_early_exit(vllm.target, layers, speculation=FIXED)
     assistant.save_pretrained(vllm.folder / "exit")
     exported = export(vllm.folder / "exit", vllm.folder / "exit-draft", vllm.source)
     return exported.commands["vLLM"][0], assistant
@@ -131,6 +134,7 @@ def early_exit(vllm: Served) -> tuple[str, SpecDecPPAssistant]:
 
 def eagle3(vllm: Served, name: str = "eagle3-draft") -> tuple[str, SpecDecPPAssistant]:
     repo, folder = vllm.folder / f"{name}-repo", vllm.folder / name
+    assert vllm.training is not None
     trained = models.load_assistant(vllm.training, vllm.target)
     trained.speculation = FIXED
     trained.save_pretrained(repo)
@@ -157,8 +161,8 @@ def accepted_here(vllm: Served, assistant: SpecDecPPAssistant) -> float:
     """The share of candidates that `generate()` accepts in greedy answers to the prompts, with the very same draft."""
     assistant.decisions = Decisions(draft_successors=False, int8_draft=False)
     drafted = accepted = 0
-    for prompt in vllm.prompts:
-        vllm.target.generate(torch.tensor([prompt]), assistant_model=assistant, do_sample=False, max_new_tokens=LENGTH)
+    for each in vllm.prompts:
+        vllm.target.generate(torch.tensor([each]), assistant_model=assistant, do_sample=False, max_new_tokens=LENGTH)
         stats = assistant.stats
         drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
     return accepted / drafted
@@ -175,11 +179,25 @@ def accepted_there(vllm: Served, command: str, name: str) -> float:
 
 @pytest.mark.parametrize("make", [early_exit, eagle3, dflash])
 def test_a_draft_is_served(make: Callable[[Served], tuple[str, SpecDecPPAssistant]], vllm: Served) -> None:
-    command, assistant = make(vllm)
-    here, there = accepted_here(vllm, assistant), accepted_there(vllm, command, make.__name__)
-    logger.info("%s: %.3f of the candidates accepted by vLLM, %.3f here", make.__name__, there, here)
+    compare_shares(vllm, *make(vllm), make.__name__)
+
+
+def compare_shares(vllm: Served, command: str, assistant: SpecDecPPAssistant, name: str) -> None:
+    here, there = accepted_here(vllm, assistant), accepted_there(vllm, command, name)
+    logger.info("%s: %.3f of the candidates accepted by vLLM, %.3f here", name, there, here)
     assert here > LEAST
     assert there == pytest.approx(here, abs=TOLERANCE)
+
+
+def test_an_early_exit_of_a_tiny_target(tmp_path: Path) -> None:
+    """Random weights of four layers, whose heads have the smallest size that vLLM computes on a CPU."""
+    target: Any = quiet_later_layers(tiny("llama", num_hidden_layers=4, hidden_size=64, head_dim=32)).float()
+    prompts = [prompt(12, seed)[0].tolist() for seed in range(len(QUESTIONS))]
+    source = save_model(target, tmp_path / "tiny")
+    with served(f"vllm serve {source}", tmp_path / "plain.log") as server:
+        plain = [server.greedy(each, LENGTH) for each in prompts]
+    tiny_served = Served(tmp_path, source, target, prompts, plain)
+    compare_shares(tiny_served, *early_exit(tiny_served, layers=2), "tiny")
 
 
 def test_a_draft_that_reads_other_layers_is_noticed(vllm: Served) -> None:

@@ -13,6 +13,7 @@ no operations beyond those that torch lists for it (`apple_operations.py`), and 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -141,6 +142,11 @@ class _Dispatch(TorchDispatchMode):
 
     __module__ = DeviceContext.__module__  # no code of a user's
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled within; asking for that at each operation takes long."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_device(_wanted(args, kwargs)) or _placed(args, kwargs):
@@ -157,16 +163,18 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention and _kind == "mps" and _placed(args, kwargs):
             # Which kernels it is made of, torch decides by the device.
-            _check_devices("sdpa", [each for each in _tensors(args, kwargs) if each.dim()])
+            _check_devices("sdpa", [each for each in tensors_of(args, kwargs) if each.dim()])
             return DeviceTensor(func(*_on_host(args), **_on_host(kwargs)), _placed(args, kwargs)[0].device)
-        device = kwargs.get("device", torch.get_default_device())
-        if func in (torch.tensor, torch.as_tensor) and _is_device(device):
-            device, data = torch.device(device), args[0] if args else kwargs["data"]
-            if isinstance(data, Tensor):
-                return data.to(device, kwargs.get("dtype") or data.dtype)
-            counts["upload"] += 1
-            return DeviceTensor(torch.tensor(data, dtype=kwargs.get("dtype")), device)
-        return func(*args, **kwargs)
+        if func not in (torch.tensor, torch.as_tensor):
+            return func(*args, **kwargs)
+        device = torch.device(kwargs.get("device", torch.get_default_device()) or "cpu")
+        if not _is_device(device):
+            return func(*args, **kwargs)
+        data = args[0] if args else kwargs["data"]
+        if isinstance(data, Tensor):
+            return data.to(device, kwargs.get("dtype") or data.dtype)
+        counts["upload"] += 1
+        return DeviceTensor(torch.tensor(data, dtype=kwargs.get("dtype")), device)
 
 
 _kind = "cuda"  # of the devices that are pretended
@@ -244,9 +252,16 @@ def spread(model: Any, places: dict[str, str]) -> Any:
     return model
 
 
+@cache
+def _named(func: Any) -> tuple[str, bool]:
+    """An operation's name, and whether it only makes a view."""
+    aliases = [returned.alias_info for returned in func._schema.returns if returned.alias_info is not None]
+    return func._schema.name, not all(each.is_write for each in aliases)
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation of which a tensor is on a device, or shall be."""
-    name = func._schema.name
+    name, is_view = _named(func)
     if name == "aten::copy_":
         return _copy(*args, **kwargs)
     if name in ("aten::to", "aten::_to_copy"):
@@ -254,18 +269,17 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "aten::_local_scalar_dense":
         counts["read"] += 1
         return func(host_of(args[0]))
-    placed = _placed(args, kwargs)
+    tensors = tensors_of(args, kwargs)
+    placed = [each for each in tensors if isinstance(each, DeviceTensor)]
     if _kind == "mps" and is_missing(func):
         raise NotImplementedError(f"The operator '{name}' is not currently implemented for the MPS device.")
     if name not in INDEXED:
-        _check_devices(name, [each for each in _tensors(args, kwargs) if each.dim()])
+        _check_devices(name, [each for each in tensors if each.dim()])
     counts["read"] += name in SHAPED_BY_NUMBERS
     wanted = _wanted(args, kwargs)  # also of `zeros_like`
     device = torch.device(wanted) if wanted else placed[0].device
     out = func(*_on_host(args), **_on_host(kwargs))
-    aliases = [returned.alias_info for returned in func._schema.returns if returned.alias_info is not None]
-    if all(each.is_write for each in aliases):
-        counts["launch"] += 1  # else it is a view
+    counts["launch"] += not is_view
     by_host = {id(each.host): each for each in placed}  # what an operation in place returns
     return _map(lambda each: by_host[id(each)] if id(each) in by_host else _wrap(each, device), out)
 
@@ -299,23 +313,22 @@ def _copy(into: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
 
 
 def _check_devices(name: str, tensors: list[Tensor]) -> None:
-    devices = sorted({str(each.device) for each in tensors})
+    devices = {each.device for each in tensors}
     if len(devices) > 1:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found {' and '.join(devices)} ({name})."
-        )
+        found = " and ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} ({name}).")
 
 
-def _tensors(*trees: Any) -> list[Tensor]:
+def tensors_of(*trees: Any) -> list[Tensor]:
     """Of an operation's arguments. This and `_map` run before and after each one: torch's own for trees are slow."""
     found = []
     for each in trees:
         if isinstance(each, Tensor):
             found.append(each)
         elif isinstance(each, (tuple, list)):
-            found += _tensors(*each)
+            found += tensors_of(*each)
         elif isinstance(each, dict):
-            found += _tensors(*each.values())
+            found += tensors_of(*each.values())
     return found
 
 
@@ -326,7 +339,7 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _placed(*trees: Any) -> list[DeviceTensor]:
-    return [each for each in _tensors(*trees) if isinstance(each, DeviceTensor)]
+    return [each for each in tensors_of(*trees) if isinstance(each, DeviceTensor)]
 
 
 def _wanted(args: Any, kwargs: dict[str, Any]) -> Any:

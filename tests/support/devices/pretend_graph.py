@@ -17,11 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from hf_specdecpp.cuda_graphs import graphs
 from support.devices import pretend_devices
-from support.devices.pretend_devices import host_of
+from support.devices.pretend_devices import host_of, tensors_of
 
 
 class PretendGraph(TorchDispatchMode):
@@ -32,8 +31,13 @@ class PretendGraph(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.records = records  # whether what is launched on a device is captured
-        self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self.counts = Counter() if counts is None else counts
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled within; asking for that at each operation takes long."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,7 +46,7 @@ class PretendGraph(TorchDispatchMode):
         out = func(*args, **kwargs)
         is_launched = func._schema.is_mutable or not _is_view(out, (args, kwargs))
         if is_launched and all(map(self.records, _devices(out, args, kwargs))):
-            self.launches.append((func, args, kwargs, out))
+            self.launches.append((func, args, kwargs, tensors_of(out)))
         return out
 
     @torch.inference_mode()  # what was captured in it can be written to in no other way
@@ -51,25 +55,22 @@ class PretendGraph(TorchDispatchMode):
         self.counts["replayed"] += 1
         before = pretend_devices.counts.copy()
         for func, args, kwargs, out in self.launches:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
-                if (
-                    isinstance(old, Tensor) and host_of(old).data_ptr() != host_of(new).data_ptr()
-                ):  # else it was written there
+            for old, new in zip(out, tensors_of(func(*args, **kwargs)), strict=True):
+                if host_of(old).data_ptr() != host_of(new).data_ptr():  # else it was written there
                     old.copy_(new.view_as(old))  # `squeeze_` may have changed the shape of the first since
         pretend_devices.counts.clear()
         pretend_devices.counts.update(before + Counter(launch=1))
 
 
 def _devices(*trees: Any) -> list[torch.device]:
-    tensors = [each for each in tree_flatten(trees)[0] if isinstance(each, pretend_devices.DeviceTensor)]
+    tensors = [each for each in tensors_of(trees) if isinstance(each, pretend_devices.DeviceTensor)]
     return [each.device for each in tensors[:1]]
 
 
 def _is_view(out: Any, arguments: Any) -> bool:
     """Whether it is memory of an argument, for which nothing is launched: `reshape` and `to` are views at times."""
-    of = {_memory(each) for each in tree_flatten(arguments)[0] if isinstance(each, Tensor)}
-    return all(_memory(each) in of for each in tree_flatten(out)[0] if isinstance(each, Tensor))
+    of = {_memory(each) for each in tensors_of(arguments)}
+    return all(_memory(each) in of for each in tensors_of(out))
 
 
 def _memory(tensor: Tensor) -> int:
