@@ -108,7 +108,7 @@ def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) 
 
 
 # With windows beside states; windows and convolutions in one layer; convolutions alone.
-@pytest.mark.takes(4)
+@pytest.mark.daily("lara_mini", "lfm2", takes=4)
 @pytest.mark.parametrize("family", sorted({"lara_mini", "inkling_text", "lfm2"} & set(families())))
 def test_turns_beyond_a_window(family: str) -> None:
     """The cache of each turn is plain's, whether its last candidates were accepted or not; a prompt is interrupted."""

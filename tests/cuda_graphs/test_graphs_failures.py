@@ -196,7 +196,10 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FixedCache, "copy_from", ends)
 
 
-@pytest.mark.takes(6)
+@pytest.mark.daily(
+    "chain-early_exit-llama", "tree-early_exit-llama", "chain-conditioned-llama", "passes-early_exit-gemma3_text",
+    takes=6,
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "kind", "family"), [
     *((name, "early_exit", "llama") for name in SETTINGS), ("chain", "conditioned", "llama"),
     ("passes", "conditioned", "llama"), ("chain", "early_exit", "gemma3_text"), ("passes", "early_exit", "gemma3_text"),

@@ -106,8 +106,7 @@ def test_one_launch_and_one_read(rule: str, how: str, rows: int, rounds: list[tu
         assert launched - replayed <= 1  # the calibration of estimates goes to the device
 
 
-@pytest.mark.daily("greedy-fixed-1", "sampled-fixed-3", "sampled-tree-1")
-@pytest.mark.takes(8)
+@pytest.mark.daily("greedy-fixed-1", "sampled-tree-1", takes=8)
 @pytest.mark.parametrize(("rule", "rows"), by_rows("fixed", "tree"))
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_two_launches_and_two_reads_with_processors_between(

@@ -117,7 +117,7 @@ class Narrow(LogitsProcessor):
 RECORDED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
 
 
-@pytest.mark.takes(3)
+@pytest.mark.daily("free-torch.bfloat16", "in order-torch.float64", takes=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("is_free", [False, True], ids=["in order", "free"])
 def test_processors_that_return_another_precision(is_free: bool, dtype: torch.dtype) -> None:

@@ -34,11 +34,6 @@ class PretendGraph(TorchDispatchMode):
         self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self.counts = Counter() if counts is None else counts
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled within; asking for that at each operation takes long."""
-        return False
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -18,6 +18,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation import first_weights
 from hf_specdecpp.trees.tree import Chain
+from support.targets.copies import Copies
 
 VOCAB_SIZE = 48
 WINDOW = 8  # of the models with sliding-window attention
@@ -66,17 +67,17 @@ NEWER: dict[str, dict[str, Any]] = {  # only where they are named
 }
 
 
-_known: dict[str, CausalLM] = {}
+_known: dict[str, Copies] = {}
 
 
 def tiny(family: str, seed: int = 0, attn_implementation: str | None = None, **overrides: Any) -> CausalLM:
     """A random model of `family` in float64 (experts in float32), the same for the same arguments.
 
-    A copy of the first one: that takes half the time, and tests change theirs."""
+    A copy of the first one, since tests change theirs."""
     what = repr((family, seed, attn_implementation, sorted(overrides.items())))
     if what not in _known:
-        _known[what] = _made(family, seed, attn_implementation, overrides)
-    return copy.deepcopy(_known[what])
+        _known[what] = Copies(_made(family, seed, attn_implementation, overrides))
+    return _known[what].make()
 
 
 def _made(family: str, seed: int, attn_implementation: str | None, overrides: dict[str, Any]) -> CausalLM:
