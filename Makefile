@@ -98,7 +98,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	@touch $@
 
 demo: install  ## Compare SmolLM2-135M with and without an assistant (a trained layer and lookups), in two minutes
-	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
+	@target="$$($(PYTEST) $(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 	OMP_NUM_THREADS=1 $(BIN)/specdecpp demo --target "$$target" \
 		--assistant hub_cards/specdecpp-smollm2-135m-instruct --lookup $(ARGS)
 
@@ -130,11 +130,11 @@ test-space: $(SPACE)/.installed  ## Run the tests of the Space, which ask it ove
 	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/integrations/test_space.py $(ARGS)
 
 test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp's server serves SmolLM2 with exported drafts
-	@export SMOLLM2="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
+	@export SMOLLM2="$$($(PYTEST) $(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 		$(PYTEST) PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/pytest tests/test_llama_cpp.py $(ARGS)
 
 test-vllm: $(VLLM)/.installed  ## Run the tests in which vLLM, on a CPU, serves SmolLM2 with drafts made here
-	@export SMOLLM2="$$($(VLLM)/bin/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
+	@export SMOLLM2="$$($(PYTEST) $(VLLM)/bin/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 		$(PYTEST) $(VLLM)/bin/python -m pytest tests/test_vllm.py $(ARGS)
 
 test-gpu: install  ## On a machine with a GPU: run the tests that need one
