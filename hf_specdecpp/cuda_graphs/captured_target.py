@@ -223,7 +223,7 @@ def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
-    """The captured passes of a target; new ones if there are none or the target was changed (`identity`)."""
+    """The captured passes of a target, kept until the target (`identity`) or `fuse` changes."""
     now = [fuse, *identity(target)]
     with capture_lock:
         known = _known.get(target)
