@@ -67,7 +67,7 @@ class BatchTarget(TargetSide):
     def forward_arguments(self) -> dict[str, Any]:
         return self.model_kwargs
 
-    def enter(self, passes: CapturedTarget) -> None:
+    def copy_prompts(self, passes: CapturedTarget) -> None:
         passes.watch(self.generator.setup.drafter.reads)
         passes.begin_texts(self.context.cache, self.context.valid.shape[1], self.context.valid, self.positions[:, None])
 
