@@ -76,8 +76,8 @@ class CapturedTarget:
         self.rounds: dict[Any, Any] = {}
 
     def compare(self, texts: Sequence[Tensor], widths: Iterable[int], own: Callable[[Tensor], Tensor]) -> str | None:
-        """Compare captured passes of `widths` with a pass of the target itself, because its forward method may do
-        anything with some widths. Returns the reason if logits differ, else `None`. Checked widths are skipped.
+        """Compare captured passes of `widths` with a pass of the target itself, because a forward method may compute
+        differently at some widths. Returns the reason if logits differ, else `None`. Checked widths are skipped.
 
         Args:
             texts: `[1, length]` each: the sequences of `begin_texts`, with the unread last tokens.

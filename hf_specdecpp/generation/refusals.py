@@ -207,7 +207,7 @@ def no_positions(target: CausalLM) -> str:
 
 
 def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the target's forward takes position ids; some model families count positions themselves."""
+    """Whether transformers prepares position ids for the target's forward; some families count positions themselves."""
     inputs = target.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     return inputs.get("position_ids") is not None
 
