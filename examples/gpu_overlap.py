@@ -53,7 +53,8 @@ def now(rounds: Any, graph: Any, host: float) -> None:
 
 def overlapped(rounds: Any, graph: Any, host: float) -> None:
     """With two buffers for reports, and an event for each."""
-    buffers, events = [rounds.read, rounds.read.clone().pin_memory()], [torch.cuda.Event() for _ in range(2)]
+    first, events = rounds.host_report, [torch.cuda.Event() for _ in range(2)]
+    buffers = [first, first.clone().pin_memory()]
     for number in range(ROUNDS + 1):
         if number < ROUNDS:
             graph.replay()

@@ -157,7 +157,7 @@ class AssistantModel(PreTrainedModel):
                 ) from None
         elif (model := self.ready_drafter().model) is not None:
             name, size = model.config.name_or_path, model.config.get_text_config().vocab_size
-            check_same_tokenizer(target, name, size, is_chosen=self.parts.draft_vocab is not None)
+            check_same_tokenizer(target, name, size, ids_are_listed=self.parts.draft_vocab is not None)
             warn_of_sizes(target, model)
         attached.attach(self, target)
         attached.set_default(self, target, default)

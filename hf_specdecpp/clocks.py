@@ -33,7 +33,7 @@ def typical(times: Sequence[float]) -> float | None:
 
 
 def first_sensible(*seconds: float) -> float | None:
-    """The first valid time (`are_sensible`), or `None`: a coarse clock returns 0, and one that is set back less."""
+    """The first valid time (`are_sensible`), or `None`. A coarse clock may measure 0, and a clock set back less."""
     return next((each for each in seconds if are_sensible([each])), None)
 
 

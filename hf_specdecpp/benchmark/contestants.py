@@ -65,7 +65,7 @@ class Contestant:
 
     @property
     def is_constant(self) -> bool:
-        """Whether a chain has a fixed length up to 8, or a fixed threshold of 0.3 to 0.7 (rivals of adaptive rules)."""
+        """Whether this is a fixed rival of adaptive rules: chains of at most 8, or a threshold of 0.3 to 0.7."""
         config = self.speculation
         if config is None or config.draws_trees:
             return False

@@ -121,7 +121,7 @@ class LiveBenchmark:
         return [*(each for each in BASELINES if each not in missing), *missing] if missing else []
 
     def _time(self, question: Question, temperature: float, contestant: Contestant) -> Row:
-        """The log's row of a generation, the least disturbed of `attempts`, with counts of passes and candidates."""
+        """The log's row of a generation, repeated until undisturbed; of `attempts` the least disturbed counts."""
         names = [row["contestant"] for row in self.log.rows if row["session"] == self.log.session]
         rows: list[Row] = []
         while len(rows) < self.config.attempts and not (rows and not rows[-1]["disturbed"]):

@@ -36,9 +36,9 @@ def is_replaced(config: Any) -> bool:
     return name == "sdpa" or "flash" in name
 
 
-def counts_rows(config: Any) -> str | None:
-    """A dependence of the model on rows of its cache instead of positions, so that holes would change results; or
-    `None`."""
+def why_no_holes(config: Any) -> str | None:
+    """Why holes in the cache would change a model's results, as a clause after the model's name: the model uses
+    numbers of rows where others use positions. `None` if no reason is known."""
     if getattr(config, "attn_temperature_tuning", False):
         return "scales its attention by the row of the cache that a token lies in (attn_temperature_tuning)"
     if name := next((name for name in SPARSE if hasattr(config, name)), None):
@@ -361,7 +361,7 @@ def why_not_in_place(model: CausalLM) -> str | None:
         return f"attn_implementation={implementation!r} takes no mask of ours"
     if frequency_changes(config):
         return "rotary frequencies change with the length of the text"
-    return counts_rows(config) or unknown_window(model, config)
+    return why_no_holes(config) or unknown_window(model, config)
 
 
 def _of_rows(found: Tensor, columns: Tensor) -> Tensor:

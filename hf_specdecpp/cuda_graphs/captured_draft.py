@@ -101,9 +101,9 @@ class Drawn(NamedTuple):
 class CapturedDraft:
     """The draft in the rounds of one sequence, or of the rows of a batch, with all draft steps in one graph.
 
-    At the beginning of a round the draft reads a window of `width` tokens: the first `last + 1` of `tokens`, with the
-    target's states for drafts that read them, then dummies. These are the tokens emitted by the last round, and
-    `steps.again` tokens before them. Candidates in the draft's cache are dropped.
+    At the beginning of a round the draft reads a window of `width` tokens: `steps.again` tokens that it has read before
+    and those emitted since, which are the first `last + 1` of `tokens`, then dummies; and for each the target's state,
+    for drafts that read states. At the end of a round its candidates are dropped from the draft's cache.
 
     Example: the sequence ends with 6, and a round of three candidates 7 8 9 emits 7 8 4. The next window is 7 8 4 and
     a dummy, and the target's states in it are those at 6, 7, 8 and 9.
@@ -221,7 +221,8 @@ class CapturedDraft:
         cache.length.copy_(before)
 
     def _draw_chain(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Submitted are the candidates up to the one at which the rule stops, unless its estimate was known before."""
+        """Draw a chain, and count the candidates up to the stop of the rule: including the candidate at which it stops,
+        but excluding this one if its estimate is known before the draw."""
         levels, places = shape.levels, span(shape.levels, self.device)
         (logits, hidden), drawn, judged = next(steps), [], []
         for place in range(taken := max(levels, self.steps.least)):

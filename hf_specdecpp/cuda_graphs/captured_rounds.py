@@ -35,8 +35,8 @@ Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
 class Accepted(NamedTuple):
     """A verification's result: number `accepted` `[texts]`, next `token` `[texts]` (-1: none can be drawn), `last`
-    accepted node `[texts]` (0: the root), in trees `path` `[texts, levels]` (accepted candidates, from 0, then any
-    others)."""
+    accepted node `[texts]` (0: the root), in trees `path` `[texts, levels]`: indices from 0 of the accepted
+    candidates, then arbitrary ones."""
 
     accepted: Tensor
     token: Tensor
@@ -69,13 +69,13 @@ class CapturedRounds:
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
             # Accepted, the next token, the last candidate; submitted, candidates, their parents, bits of estimates.
             self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.long, device=passes.device)
-            self.read = torch.zeros_like(self.report, device="cpu")
+            self.host_report = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
-                self.read = self.read.pin_memory()
+                self.host_report = self.host_report.pin_memory()
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes in separate graphs
         self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
-        self._numbers: list[Tensor] = []  # of `Warpers`
-        self._rules: dict[Hashable, int] = {}  # numbers of keys, which would take long to compare in each round
+        self._warper_numbers: list[Tensor] = []  # `Warpers.numbers`, at fixed addresses
+        self._rules: dict[Hashable, int] = {}  # a number for each key of rules: comparing keys takes long
 
     @property
     def changes(self) -> list[Tensor]:
@@ -87,7 +87,7 @@ class CapturedRounds:
         """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors, whose last tokens the target has
         not read; other arguments as in `CapturedDraft.begin_texts`."""
         self.graphs.begin_text()
-        self._take_numbers(rules)
+        self._fix_warpers(rules)
         self.rules = rules
         self._active = list(range(len(texts)))
         texts, tokens, padding = map(with_rows, (texts, tokens, padding))
@@ -99,19 +99,19 @@ class CapturedRounds:
         if len(self._active) < len(texts):
             self.draft.continue_with(self._active)
 
-    def _take_numbers(self, rules: RoundRules) -> None:
-        """Let `Warpers` of rules read their numbers where graphs do."""
+    def _fix_warpers(self, rules: RoundRules) -> None:
+        """Copy `Warpers.numbers` (temperature, top-p, ...) to tensors that graphs read, and let `Warpers` use these."""
         if (key := rules.key) not in self._rules and len(self._rules) >= MOST_GRAPHS:
             self.graphs.family.clear()
             self._rules.clear()
-        self._number = self._rules.setdefault(key, len(self._rules))
+        self._rules_number = self._rules.setdefault(key, len(self._rules))
         both = (*rules.draft_processing.processors, *rules.processing.processors)
         for place, each in enumerate(own for own in both if isinstance(own, Warpers)):
-            if place == len(self._numbers):
+            if place == len(self._warper_numbers):
                 with lasting():
                     numbers = torch.empty((len(self.token), 4), dtype=torch.float32, device=self.token.device)
-                self._numbers.append(numbers)
-            each.numbers = self._numbers[place].copy_(each.numbers)
+                self._warper_numbers.append(numbers)
+            each.numbers = self._warper_numbers[place].copy_(each.numbers)
 
     def continue_with(self, active: Sequence[int]) -> None:
         """Continue with these sequences only; the others no longer change."""
@@ -135,14 +135,14 @@ class CapturedRounds:
 
     def _read_report(self) -> dict[int, list[Any]]:
         """The rows of the active sequences."""
-        self.read.copy_(self.report, non_blocking=True)
+        self.host_report.copy_(self.report, non_blocking=True)
         self._wait()
         first = HEADER + 2 * self.draft.nodes
-        rows, estimates = self.read[:, :first].tolist(), self.read[:, first:].view(torch.float64).tolist()
+        rows, estimates = self.host_report[:, :first].tolist(), self.host_report[:, first:].view(torch.float64).tolist()
         return {text: rows[text] + estimates[text] for text in self._active}
 
     def time(self, shape: RoundShape, process: Process | None) -> float:
-        """Seconds of a round, which is rolled back."""
+        """The shortest of `TIMED_ROUNDS` rounds of a shape, in seconds. All are rolled back."""
         self._grow_caches(shape)
         restore, taken = restoring(self.changes), []
         for _ in range(TIMED_ROUNDS):
@@ -169,11 +169,11 @@ class CapturedRounds:
 
     def _launch(self, shape: RoundShape, process: Process | None) -> None:
         rules = self.rules  # which the graphs keep alive
-        key, text = (*self.passes.context.key, shape, self._number), self._text if rules.asks_for_text else None
+        key, text = (*self.passes.context.key, shape, self._rules_number), self._text if rules.asks_for_text else None
 
         def read() -> None:
             write_lasting(found, self._pass(shape, rules, text))
-            self._tell([self.draft.count] * 3)
+            self._fill_report([self.draft.count] * 3)
 
         if process is None:
             return self._run(("round", *key), lambda: self._settle(self._pass(shape, rules, text), shape, rules, text))
@@ -186,7 +186,8 @@ class CapturedRounds:
         return self._run(("settle", *key), lambda: self._settle(found, shape, rules, text))
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
-        """Run a function by its graph; without one, after a sequence's first round, directly."""
+        """Run a function by its graph. If the function cannot be captured, raises `CannotCaptureError` in a sequence's
+        first round, and runs the function directly in later rounds."""
         changes = [] if key in self.graphs else self.changes
         if changes and key[0] == "settle":  # rows of a tree, which warm-ups would move several times
             first = self.passes.context.num_tokens
@@ -216,7 +217,7 @@ class CapturedRounds:
         depths = depths_of(shape, device)
         return Nodes(self.draft.ancestors[:, :size, :size], depths, depths)
 
-    def _tell(self, verified: Sequence[Tensor]) -> None:
+    def _fill_report(self, verified: Sequence[Tensor]) -> None:
         """Fill the report. `verified`: `[texts]` each, the first three fields of `Accepted`."""
         draft = self.draft
         columns, estimates = [each[:, None] for each in (*verified, draft.count)], draft.estimates.view(torch.int64)
@@ -238,7 +239,7 @@ class CapturedRounds:
             candidates = candidates.gather(1, verified.path)
             if together is not None:
                 together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
-        self._tell(verified[:3])
+        self._fill_report(verified[:3])
         # A sequence without a next token ends, but its row of the batch remains.
         token, places = verified.token.clamp_min(0)[:, None], span(candidates.shape[1] + 1, passes.device)
         new = torch.where(places < verified.accepted[:, None], functional.pad(candidates, (0, 1)), token)
@@ -264,7 +265,7 @@ class CapturedRounds:
             p = scores.softmax(-1)
             if width == 1:
                 tests, weights = outcomes(candidates, draft.count, p, draft.q[:, :nodes], rules.verification)
-                last = on_device.first_passing(tests, torch.rand_like(tests))
+                last = on_device.last_passing(tests, torch.rand_like(tests))
                 return Accepted(last, on_device.draw_next(weights, last), last)
             tests, weights = on_device.tree_tests(candidates, parents, p, draft.q, width, rules.verification)
             last = on_device.accepted_node(parents, seen, tests, torch.rand_like(tests), width)

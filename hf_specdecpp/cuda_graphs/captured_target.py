@@ -27,7 +27,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
 
-AHEAD = 512  # tokens; a cache is first made for the expected ones, but at most for as many as the prompt's and these
+AHEAD = 512  # tokens: a sequence's first cache has room for those expected, but at most for 512 more than the prompt
 
 # For each target its identity at the capture, and the captured passes.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()
@@ -68,7 +68,7 @@ class CapturedTarget:
         self.expected = 0
         # At fixed addresses, by width, whether a tree, and `_reads`: tokens `[1, width]`, ancestors and depths of trees
         # as in `Nodes`, and outputs, empty before the first pass.
-        self._slots: dict[tuple[int, bool, tuple[int, ...]], tuple[Tensor, Tensor, Tensor, list[Tensor]]] = {}
+        self._buffers: dict[tuple[int, bool, tuple[int, ...]], tuple[Tensor, Tensor, Tensor, list[Tensor]]] = {}
         self._reads: tuple[int, ...] = ()  # `StateReader.reads` of the watched states
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # by `_reads`, states of the latest pass
         self._paths: dict[int, Tensor] = {}  # by width, rows of a path at a fixed address
@@ -76,8 +76,8 @@ class CapturedTarget:
         self.rounds: dict[Any, Any] = {}
 
     def compare(self, texts: Sequence[Tensor], widths: Iterable[int], own: Callable[[Tensor], Tensor]) -> str | None:
-        """Compare captured passes of `widths` with a pass of the target itself, because its forward method may do
-        anything with some widths. Returns the reason if logits differ, else `None`. Checked widths are skipped.
+        """Compare captured passes of `widths` with a pass of the target itself, because a forward method may compute
+        differently at some widths. Returns the reason if logits differ, else `None`. Checked widths are skipped.
 
         Args:
             texts: `[1, length]` each: the sequences of `begin_texts`, with the unread last tokens.
@@ -121,7 +121,7 @@ class CapturedTarget:
             fixed.prompt.offset.copy_(position - num_tokens)
 
     def watch(self, reader: StateReader | None) -> None:
-        """Called before a sequence: its passes return the states of `reader`, for a draft that reads them."""
+        """Called before a sequence: let its passes return the states for the `reader` of a draft; `None`: none."""
         self._reads = () if reader is None else tuple(reader.reads)
         if reader is not None and self._reads not in self._watched:
             seen: dict[int, Tensor] = {}
@@ -143,11 +143,11 @@ class CapturedTarget:
         count = tokens.shape[1]
         key = width, is_tree, _ = width_of(count), tree is not None, self._reads
         cache = self.context.with_capacity(self.context.num_tokens + width)
-        if key not in self._slots:
+        if key not in self._buffers:
             with lasting():
                 span = torch.arange(width, device=self.device)
-                self._slots[key] = span[None].clone(), span <= span[:, None], span, []
-        own, ancestors, depths, outputs = self._slots[key]
+                self._buffers[key] = span[None].clone(), span <= span[:, None], span, []
+        own, ancestors, depths, outputs = self._buffers[key]
         own[:, :count] = tokens
         if tree is not None:
             ancestors.copy_(tree[0])
@@ -223,7 +223,7 @@ def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
-    """The captured passes of a target; new ones if there are none or the target was changed (`identity`)."""
+    """The captured passes of a target, kept until the target (`identity`) or `fuse` changes."""
     now = [fuse, *identity(target)]
     with capture_lock:
         known = _known.get(target)

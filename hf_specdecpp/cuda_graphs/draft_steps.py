@@ -31,7 +31,7 @@ class DrawnLevel(NamedTuple):
     seen: Tensor | None = None
 
     def of_parents(self, states: Tensor) -> Tensor:
-        """Of `states` `[texts, m, size]` of the level above those of each node's parent, `[texts, width, size]`."""
+        """The states `[texts, width, size]` of the nodes' parents, among `states` `[texts, m, size]` of their level."""
         if self.parents is None:
             return states
         return states.gather(1, self.parents[..., None].expand(-1, -1, states.shape[-1]))
@@ -49,12 +49,12 @@ class RoundSteps(ABC):
 
     Attributes:
         key: the identity of the captured steps, to reuse graphs.
-        size: size of the target's states in `Window`; `None` if the draft reads none.
+        size: size of the states in `Window`; `None` if the draft reads none.
         again: number of the sequence's tokens that the next round reads again.
-        least, most: fewest steps of a round, with which all caches contain the window, and most steps.
+        least, most: fewest and most steps of a round; the first `least` read the window, one for each model or layer.
         draws_trees: whether levels may have several nodes.
         shares_cache: whether the draft reads the target's KV cache and has none itself.
-        behind: rows of a block that a pass writes behind the window.
+        behind: number of rows after the window that a block takes in the cache; 0 for drafts without blocks.
     """
 
     again, behind, least, most = 0, 0, 1, float("inf")

@@ -20,7 +20,7 @@ from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.models.causal_lm import CausalLM
 
 MIN_CAPACITY, LARGE_CAPACITY = 256, 8192  # tokens; larger caches are multiples of the second
-SHARE, KEPT_SHARE = 0.25, 0.75  # of the memory that is free at first, for all fixed caches; of it what then remains
+SHARE, KEPT_SHARE = 0.25, 0.75  # of the free memory, the most for all fixed caches; of it what remains after drops
 
 
 class FixedLayer(CacheLayerMixin):
@@ -154,15 +154,15 @@ class FixedCache(Cache):
         return [each[:, :, first:last] if each.shape[2] == self.capacity else each for each in self.tensors]
 
     def tokens_of(self, capacity: int, length: Tensor) -> Tensor:
-        """The number of the token in each row of a layer, `[1 or texts, capacity]`, after `length` `[texts, 1]` tokens.
-        In layers with a window negative where no token was written.
+        """The index in the sequence of the token in each row of a layer, `[1 or texts, capacity]`, after `length`
+        `[texts, 1]` tokens. In layers with a window, unwritten rows have negative indices.
 
         Example: after 10 tokens a layer of 4 rows holds the tokens 8, 9, 6 and 7."""
         rows = span(capacity, length.device)[None]
         return rows if capacity == self.capacity else length - 1 - (length - 1 - rows) % capacity
 
     def shown(self, tokens: Tensor) -> Tensor:
-        """Whether there are tokens of these numbers `[texts, n]`, which are not hidden."""
+        """Whether tokens with these indices `[texts, n]` exist (indices are not negative) and are not hidden."""
         known = tokens >= 0
         return known if self.prompt is None else known & self.prompt.shown.gather(1, tokens.clamp_min(0))
 
@@ -194,8 +194,8 @@ class FixedCache(Cache):
             self.prompt.offset.copy_(smaller.prompt.offset)
 
     def read(self, cache: Cache, num_tokens: int) -> None:
-        """Copy the `num_tokens` tokens of a growing cache, which may have fewer texts; of layers with a window those
-        that it holds."""
+        """Copy all `num_tokens` tokens of a growing cache, which may have fewer texts; in layers with a window only
+        those that the growing cache still holds."""
         self.length.fill_(num_tokens)
         theirs: list[Any] = cache.layers
         for ours, layer in zip(self.layers, theirs, strict=True):

@@ -125,7 +125,7 @@ class Graphs:
         self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor] = (), falls_back: bool = False
     ) -> None:
         """Replay the graph of `key`, captured first if missing. `changes`: tensors that the function reads and then
-        changes; restored after a failed capture. `CannotCaptureError`, or with `falls_back` runs the function."""
+        changes; restored after a capture. A failed capture raises, or with `falls_back` runs the function."""
         if key not in self._graphs:
             if self.why_not is not None:
                 return function()

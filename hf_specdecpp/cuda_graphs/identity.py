@@ -60,8 +60,8 @@ def tensors_of(*parts: object) -> list[Tensor]:
 
 
 class SameObject:
-    """A reference to an object that equals other references to this object only. Weak if possible; other objects are
-    small, like a memory format."""
+    """A reference that equals only references to the same object. Weak if the object's type allows; objects of other
+    types, such as a memory format, are small and stay alive."""
 
     def __init__(self, each: Any) -> None:
         self.ref = ref(each) if type(each).__weakrefoffset__ else each

@@ -174,6 +174,6 @@ def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Te
 # Chains --------------------------------------------------------------------------------------------------------------
 
 
-def first_passing(tests: Tensor, chances: Tensor) -> Tensor:
-    """Index `[...]` of the last of `tests` `[..., n]` that passes; 0 if none. `chances`: `[..., n]`, uniform."""
+def last_passing(tests: Tensor, chances: Tensor) -> Tensor:
+    """Index `[...]` of the last of `tests` `[..., n]` that passes; 0 if none. `chances`: uniform numbers `[..., n]`."""
     return (chances < tests).cumsum(-1).argmax(-1)  # the running sum first reaches its maximum there

@@ -69,7 +69,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
-    """Return a config's fields of a draft's layers, except `but`, by their names in transformers. Not yet bounded.
+    """Return a config's fields of a draft's layers, except `but`, by their names in transformers. Checks no bounds.
 
     Rotary parameters are read from `rope_parameters`, or from `rope_theta` and `rope_scaling`, never from the target;
     `theta` replaces the config's `rope_theta`. `ValueError` if they are invalid (ends with `cure`), or if only a part

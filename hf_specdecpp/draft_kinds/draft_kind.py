@@ -85,8 +85,8 @@ class DraftKind(ABC):
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: Any = None, target: Any = None) -> Any:
         """Load `Parts.module`: the trained module from the assistant's repository, or `None` if the kind has none.
         Published drafts are loaded from `config.draft_id`, or from `draft` (a folder, Hub id or model). `ValueError` if
-        a file is damaged or does not match its config, or, before weights are read, if the draft of a repository with
-        nothing else (`is_whole`) does not fit `target`."""
+        a file is damaged or does not match its config. If the repository contains only the draft (`is_whole`), also
+        `ValueError` for a draft that does not fit `target`, before weights are read."""
         if not self.has_own_file(config):
             return None
         if (arguments := getattr(config, self.own_field)) is None:

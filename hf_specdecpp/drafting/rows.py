@@ -43,7 +43,7 @@ class RowSession(ModelSession):
         self.found, self._own_states = (logits, hidden), {0: hidden}
 
     def propose_next(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """As in `DraftSession`: `BatchSession` has run the draft for these candidates already."""
+        """As in `DraftingSession`. `BatchSession.run_draft` has run the draft for these candidates already."""
         return self.found
 
 

@@ -183,7 +183,7 @@ class AcceptanceHead(nn.Module):
 
     def estimate_siblings(self, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
         """Acceptance probabilities `[..., c]` of siblings, each given that all earlier siblings are rejected. A head
-        with `inputs="path"` knows the first sibling's; its others are the tokens' probabilities in `left`.
+        with `inputs="path"` estimates the first sibling; further siblings get their probabilities in `left`.
 
         Args:
             step: the draft step of the parents `[...]`.

@@ -37,7 +37,7 @@ class Ledger:
         self._tokens, self._taken = 0.0, np.zeros(())
 
     def record_round(self, tokens: float, taken: Any) -> None:
-        """Add a round: its tokens, and its seconds, or an array with its number of each unit in `prices`."""
+        """Add a round with its tokens and its seconds; if `prices` is an array, with its number of each priced unit."""
         self.trusted *= self.memory
         self._tokens = self.memory * self._tokens + tokens
         self._taken = self.memory * self._taken + taken

@@ -74,7 +74,7 @@ class RoundTarget(ABC):
 
 
 class Drafts:
-    """Proposes the candidates of a call with a single sequence, by its generator."""
+    """Proposes candidates: here for a single sequence, with its `SpecDecPPCandidateGenerator`."""
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         """A tree for each sequence. A chain has one branch; an empty tree is a round without candidates."""
@@ -138,7 +138,7 @@ class TargetSide(RoundTarget):
         """Keyword arguments of the target's forward, including its own cache."""
 
     @abstractmethod
-    def enter(self, passes: CapturedTarget) -> None:
+    def copy_prompts(self, passes: CapturedTarget) -> None:
         """Copy the prompts' keys and values to `passes`; the target's own cache is unchanged."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class AssistedDecoding:
 
     Attributes:
         active: the sequences that have not ended.
-        drafts, target: draft and verify in rounds. `target` is `side`, the target without graphs, until replaced.
+        drafts, target: draft and verify in rounds. `target` is `side`, the target without graphs, until `on_graphs`.
         on_graphs: called after the prompts' pass: returns `drafts` and `target` of the rounds, which may be graphs.
     """
 

@@ -165,8 +165,8 @@ class OutputText:
     def first_stop(
         self, length: int, emitted: list[int], scores: Tensor, raw: Tensor, ids: Tensor | None
     ) -> tuple[int, bool]:
-        """Number of kept tokens among `emitted`, the last ones of `length` tokens; whether the sequence then ends.
-        `ids`: all tokens, `[1, length]`, unless `all_simple`.
+        """How many of the `emitted` tokens are kept, and whether the sequence then ends. With them the sequence has
+        `length` tokens, which are in `ids` `[1, length]` unless `all_simple`.
 
         If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`.
         """

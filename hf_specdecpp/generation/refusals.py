@@ -13,7 +13,7 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 from transformers.utils import logging
 
 from hf_specdecpp.caches.batches import other_layers
-from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
+from hf_specdecpp.caches.masks import MASKED, layer_types, unknown_window, why_no_holes
 from hf_specdecpp.caches.trial import can_be_saved
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, why_no_positions
@@ -207,7 +207,7 @@ def no_positions(target: CausalLM) -> str:
 
 
 def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the target's forward takes position ids; some model families count positions themselves."""
+    """Whether transformers prepares position ids for the target's forward; some families count positions themselves."""
     inputs = target.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     return inputs.get("position_ids") is not None
 
@@ -294,7 +294,7 @@ def _adapter_names(target: CausalLM) -> bool:
 def _unfit_for_rows(target: CausalLM, cache: Cache) -> str | None:
     """The reason why rows of the target's cache cannot advance by different numbers of tokens, or `None`."""
     config = target.config.get_text_config(decoder=True)
-    if (reason := counts_rows(config)) is not None:
+    if (reason := why_no_holes(config)) is not None:
         return reason
     if others := other_layers(cache.layers):
         return f"keeps {others} in its cache"

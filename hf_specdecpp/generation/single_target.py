@@ -282,7 +282,7 @@ class SingleTarget(TargetSide):
     def forward_arguments(self) -> dict[str, Any]:
         return self.context.model_kwargs
 
-    def enter(self, passes: CapturedTarget) -> None:
+    def copy_prompts(self, passes: CapturedTarget) -> None:
         context = self.context
         self.time_one_token()  # a pass without graphs, to compare speeds with
         passes.watch(self.generator.setup.drafter.reads)

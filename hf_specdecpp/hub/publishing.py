@@ -247,7 +247,7 @@ def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
 
 
 def _eval_results(reports: list[tuple[str, str, dict[str, Any]]]) -> Iterator[EvalResult]:
-    """The acceptance, and the head's AUC, ECE and binary KL, of each set and temperature, for the model-index."""
+    """The model-index of a card: acceptance, AUC, ECE and binary KL of each (set, temperature, report), if finite."""
     for name, temperature, report in reports:
         measured = {"mean_acceptance": report["mean_acceptance"], **report["estimators"]["head"]}
         for metric in ("mean_acceptance", "auc", "ece", "binary_kl"):

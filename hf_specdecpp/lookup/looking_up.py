@@ -116,7 +116,8 @@ class LookingUp:
         self.verify: Floats = np.zeros(1)
 
     def look_up(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
-        """Find at most `room` candidates after `new_tokens`; `unread`: number of tokens that the draft has not read."""
+        """Set `found`, `estimates` and `waits` for a round. `new_tokens`: those since the last call, or the prompt;
+        `room`: candidates that the output may still have; `unread`: number of tokens that the draft has not read."""
         most = self._room = min(room, self.most)
         if not len(self.text):
             self.text.read_prompt(new_tokens)

@@ -236,7 +236,7 @@ def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def renew_rotary(model: nn.Module, device: torch.device) -> None:
-    """Recompute a model's rotary frequencies from its config; files do not contain them."""
+    """Replace the rotary modules of a model by new ones, with float32 frequencies computed from its config."""
     for module in list(model.modules()):
         for name, part in module.named_children():
             if any(buffer.endswith("inv_freq") for buffer, _ in part.named_buffers(recurse=False)):

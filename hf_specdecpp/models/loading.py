@@ -176,10 +176,10 @@ def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
 
 def check_named_draft(
-    name: str | Path, revision: str | None, target: CausalLM, is_chosen: bool, hub_kwargs: dict[str, Any]
+    name: str | Path, revision: str | None, target: CausalLM, ids_are_listed: bool, hub_kwargs: dict[str, Any]
 ) -> None:
-    """Raise the `ValueError` of `check_same_tokenizer` for a draft given by name, before its weights are downloaded or
-    read. Missing files raise no error here, but when the draft is loaded."""
+    """`check_same_tokenizer` for a draft given by name, before its weights are downloaded or read. May download its
+    tokenizer to the local cache. Missing files raise no error here, but when the draft is loaded."""
     source = Repository(str(name), revision, None, hub_kwargs)
     size: Any = None
     with suppress(OSError, ValueError):
@@ -189,10 +189,10 @@ def check_named_draft(
     if tokenizer_of(source.full_name) is None:  # so download it into the local cache
         with suppress(Exception):  # loading the model raises the error
             load_tokenizer(source.full_name, revision, **hub_kwargs)
-    check_same_tokenizer(target, source.full_name, size if type(size) is int else None, is_chosen)
+    check_same_tokenizer(target, source.full_name, size if type(size) is int else None, ids_are_listed)
 
 
-def check_same_tokenizer(target: CausalLM, name: str, size: int | None, is_chosen: bool = False) -> None:
+def check_same_tokenizer(target: CausalLM, name: str, size: int | None, ids_are_listed: bool = False) -> None:
     """Raise `ValueError` if draft and target use some ids for different tokens, or if the draft has less than half as
     many ids as the target.
 
@@ -201,12 +201,12 @@ def check_same_tokenizer(target: CausalLM, name: str, size: int | None, is_chose
 
     Args:
         name, size: the draft's name or path, and its number of token ids, `None` if unknown.
-        is_chosen: whether the user has listed the ids that the draft proposes (`draft_vocab`), so that few are enough.
+        ids_are_listed: whether `draft_vocab` lists the ids that the draft proposes, so that few are enough.
     """
     target_name, most = target.config.name_or_path, target.config.get_text_config().vocab_size
     if target_name and target_name == name:
         return
-    if size is not None and 2 * size < most and not is_chosen:
+    if size is not None and 2 * size < most and not ids_are_listed:
         raise ValueError(
             f"The draft {name or 'in memory'!r} has {size} token ids, and the target {target_name or 'in memory'!r} "
             f"{most}: a draft with less than half of the target's tokens hardly uses the same tokenizer, and could not "

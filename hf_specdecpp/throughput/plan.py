@@ -245,8 +245,8 @@ class BatchPlan(ChainPlan):
         """Decide whether the rows draft in this round. `unread`: the most unread tokens of a row."""
         self.trial, self.unread = self.next_trial(), unread
         gain = self.rate * self.plain**2 - self.plain
-        pays = not self.pays or self.costs.read * unread <= ROUNDS_AHEAD * gain
-        self.begins = self.trial > 0 if self.trial is not None else pays and self.should_draft(unread)
+        can_read = not self.pays or self.costs.read * unread <= ROUNDS_AHEAD * gain
+        self.begins = self.trial > 0 if self.trial is not None else can_read and self.should_draft(unread)
 
 
 def seconds_ahead(rates: AcceptanceRates, seconds: Floats, lag: int) -> list[list[float]]:

@@ -94,8 +94,8 @@ class FastestShapes:
 
     The tokens of a chain follow from `rates`. Those of a tree are the tokens of a chain of its depth, times the gain of
     the tree in its own rounds: its tokens divided by those of its first branch, the chain that would have been drafted.
-    Other shapes are probed after 16 rounds, then ever more seldom, up to 1024: trees in turn, and the shortest chain if
-    the best shape has no candidates.
+    Another shape is probed after 16 rounds, then after 32, 64, ..., at most 1024 further ones: trees in turn, and the
+    shortest chain if the best shape has no candidates.
 
     Example: rounds of a tree of five levels generated 4.5 tokens, their first branches alone 3.6. A chain of five is
     expected to generate 2.8 tokens now, so the tree is expected to generate 4.5 / 3.6 * 2.8 = 3.5.
@@ -152,7 +152,7 @@ class FastestShapes:
             of_all.record_round(sum(len(each.path) + 1 for each in reports), sum(firsts) + len(reports))
 
 
-Tiers: TypeAlias = RuleShapes | FastestShapes
+ShapeChooser: TypeAlias = RuleShapes | FastestShapes
 
 
 def first_branch(tree: DraftTree, path: Sequence[int]) -> int:

@@ -49,7 +49,7 @@ class TreePlan(Plan, SlotValuation):
 
     @property
     def most_now(self) -> int:
-        """The most nodes of the next tree."""
+        """The most nodes of the next tree: `FIRST_NODES`, doubled in each later round, up to `limit`."""
         return min(FIRST_NODES << min(self.rounds, 10), self.limit)
 
     def rule(self, _estimator: Estimator) -> TreePlan:

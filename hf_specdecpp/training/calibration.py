@@ -55,7 +55,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
 
 
 def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
-    """Bool `[n]`: which candidates to fit on, those of every second prompt (`text` `[n]`: the row of their rollout)."""
+    """Bool `[n]`: candidates of every second prompt, to fit on. `text`: `[n]`, the row of each candidate's rollout."""
     prompts = list(made.texts("heldout", sampling)["prompt_id"])
     used = sorted({prompts[row] for row in text.unique().tolist()})
     if len(used) < 2:

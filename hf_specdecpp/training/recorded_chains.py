@@ -263,7 +263,7 @@ class BranchingText:
     """A sequence in a model's cache, and passes over nodes that branch off it. The attribute `states` has the model's
     last hidden states along the sequence, `[length, hidden_size]`.
 
-    A conditioned draft takes the target's `states`, `[1, length or more, width]`, and does not read the first token.
+    A conditioned draft takes the target's `states`, `[1, length or more, width]`, and cannot read the first token.
     """
 
     def __init__(self, reader: DraftModel, ids: list[int], states: Tensor | None = None) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.batches import other_layers
-from hf_specdecpp.caches.masks import MASKED, counts_rows, tree_inputs, unknown_window
+from hf_specdecpp.caches.masks import MASKED, tree_inputs, unknown_window, why_no_holes
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -91,7 +91,7 @@ def _no_tree(target: CausalLM, config: Any) -> str | None:
         return "measures distances along the rows of its cache (ALiBi)"
     if not causal_lm.takes_positions(target):
         return f"{causal_lm.why_no_positions(target)}, but siblings in a tree stand at one position"
-    if (reason := counts_rows(config)) is not None:
+    if (reason := why_no_holes(config)) is not None:
         return reason
     if getattr(config, "cross_attention_layers", None):
         return "keeps rows of another length in its cache (cross-attention)"

@@ -16,7 +16,7 @@ from support.enumeration.readable_verification import verify_block, verify_chain
 from torch import Tensor
 
 from hf_specdecpp.cuda_graphs import on_device
-from hf_specdecpp.cuda_graphs.on_device import count_until, first_passing
+from hf_specdecpp.cuda_graphs.on_device import count_until, last_passing
 from hf_specdecpp.trees.verification import Verification, outcomes
 
 K = 3
@@ -141,7 +141,7 @@ def test_several_texts_at_once(verification: Verification) -> None:
     for text in range(4):
         alone = outcomes(candidates[text], count[text], p[text], q[text], verification)
         torch.testing.assert_close((tests[text], weights[text]), alone)
-        assert int(first_passing(tests, chances)[text]) == int(first_passing(tests[text], chances[text]))
+        assert int(last_passing(tests, chances)[text]) == int(last_passing(tests[text], chances[text]))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_stop_is_the_first_place_that_fires(fires: list[int], count: int) ->
 def test_the_longest_test_that_passes_counts() -> None:
     tests = torch.tensor([0.5, 0.5, 0.5])
     for chances, expected in (([0.1, 0.9, 0.9], 0), ([0.9, 0.1, 0.9], 1), ([0.1, 0.1, 0.1], 2), ([0.9, 0.9, 0.9], 0)):
-        assert int(first_passing(tests, torch.tensor(chances))) == expected
+        assert int(last_passing(tests, torch.tensor(chances))) == expected
 
 
 def test_a_race_draws_by_weights() -> None:

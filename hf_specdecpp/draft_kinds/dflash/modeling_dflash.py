@@ -209,7 +209,7 @@ class BlockSession(DraftingSession):
         return visible(view, places[:, -self.size :], places, places[:, None] >= 0)[0, 0]
 
     def _extended(self, layer: int, *new: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, those stored first. Stores all but the block's, at most as many as are seen."""
+        """Keys and values of a layer: the stored ones, then `new`. Stores those before the block, at most a window."""
         known = self._rows.get(layer)
         keys, values = new if known is None else (torch.cat(each, dim=2) for each in zip(known, new, strict=True))
         end, reach = keys.shape[2] - self.size, self.draft.model.views[layer][0]

@@ -144,7 +144,7 @@ def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -
 
 
 def refuse_relatives(raw: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for drafts of the same name that are other models."""
+    """Raise `ValueError` for a config of other models that are also named DSpark (`RELATIVES`), or of unknown ones."""
     names = [*architectures(raw), *raw]
     found = {name: RELATIVES[name] for name in names if name in RELATIVES}
     found |= {name: "layers within the target's own checkpoint" for name in raw if is_embedded(name)}

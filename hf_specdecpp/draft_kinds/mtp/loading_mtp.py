@@ -63,8 +63,8 @@ class MtpLayers:
 
 
 class Mtp(PublishedKind):
-    """Draft with additional layers of the target's checkpoint, in the repository `config.draft_id`. No `config.json` is
-    recognised as this kind: it describes a target that also works without these layers."""
+    """Draft with additional layers of the target's checkpoint, in the repository `config.draft_id`. Users choose this
+    kind by name: the repository's `config.json` describes a target that also works without these layers."""
 
     name = "mtp"
     is_named = True

@@ -67,7 +67,7 @@ class BatchTarget(TargetSide):
     def forward_arguments(self) -> dict[str, Any]:
         return self.model_kwargs
 
-    def enter(self, passes: CapturedTarget) -> None:
+    def copy_prompts(self, passes: CapturedTarget) -> None:
         passes.watch(self.generator.setup.drafter.reads)
         passes.begin_texts(self.context.cache, self.context.valid.shape[1], self.context.valid, self.positions[:, None])
 
@@ -243,7 +243,7 @@ class BatchTarget(TargetSide):
         return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.context.cache)
 
     def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
-        """Lengths of the output rows; without EOS ids rows are cut at the length at which all have ended."""
+        """Lengths of the output rows. Without EOS ids, rows continue until all have ended, and are cut there."""
         if self.pads:
             return [text.length for text in texts]
         return [int(min(text.length, self._last)) for text in texts]

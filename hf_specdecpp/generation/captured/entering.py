@@ -22,8 +22,8 @@ from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
-    are_captured_whole_alone,
     memory_ended,
+    needs_whole_rounds,
     pass_widths,
     record_reason,
     warn,
@@ -35,21 +35,13 @@ from hf_specdecpp.generation.single_target import has_usual_inputs
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.throughput.round_shapes import (
-    SPARE,
-    TREES,
-    FastestShapes,
-    RoundSeconds,
-    RuleShapes,
-    Tiers,
-    chains_up_to,
-)
+from hf_specdecpp.throughput.round_shapes import SPARE, TREES, FastestShapes, RoundSeconds, RuleShapes, chains_up_to
 
 MOST_KEPT = 16  # captured rounds of a target, by draft, way of sampling and number of rows
 MOST_TEXTS = 32  # rows of a batch
 # Arguments of a forward that captured passes support.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
-# Models whose own input preparation only switches rotary frequencies, which `why_not_in_place` checks.
+# Models that prepare their inputs themselves only to switch rotary frequencies, which `why_not_in_place` excludes.
 SWITCHES_ROPE = {"phi3", "phimoe"}
 _choosing = Lock()
 BETWEEN = "captured, with logits processors between the graphs"
@@ -62,7 +54,7 @@ def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) ->
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
         return drafts, usual
     not_whole = why_not_whole(texts)
-    reason = (not_whole if are_captured_whole_alone(usual) else None) or _why_not(usual)
+    reason = (not_whole if needs_whole_rounds(usual) else None) or _why_not(usual)
     found = reason or _parts(texts, drafts, usual, not_whole)
     if not isinstance(found, str):
         return found
@@ -86,7 +78,7 @@ def _parts(
         return "another text is using the captured passes of this target"
     shapes = [] if not_whole is not None else _shapes_of(texts)
     try:
-        if (reason := _enter(passes, usual, texts, shapes)) is not None:
+        if (reason := _copy_and_compare(passes, usual, texts, shapes)) is not None:
             return reason
         own = _graph_drafts(texts, passes, shapes) if shapes else None
         is_entered = True
@@ -103,21 +95,21 @@ def _parts(
     return own, RoundGraphs(own, passes, drafts, usual)
 
 
-def _enter(
+def _copy_and_compare(
     passes: CapturedTarget, usual: TargetSide, texts: Sequence[OutputText], shapes: list[RoundShape]
 ) -> str | None:
-    """Copy the prompts to `passes`, and check these. Returns the reason if they fail, stored if it is permanent."""
+    """Copy the prompts to `passes`, and compare these with the target. Returns why they cannot be used, or `None`."""
     passes.graphs.begin_text()
     if passes.why_not is not None or passes.graphs.why_not is not None:
         return passes.why_not or f"its pass cannot be captured ({passes.graphs.why_not})"
     widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes in whole rounds
-    if not are_captured_whole_alone(usual):
+    if not needs_whole_rounds(usual):
         widths |= set(pass_widths(usual.generator.setup.most_tokens))
     further = max(text.max_length - text.length for text in texts)
     passes.expected = int(further) + 2 * max(widths) + SPARE if isfinite(further) else 0
     passes.context.set_width(max(widths))
     try:
-        usual.enter(passes)
+        usual.copy_prompts(passes)
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
     except torch.OutOfMemoryError:
         raise
@@ -154,11 +146,11 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
         draft = CapturedDraft(steps, shapes, rows, spare, passes.context, greedy)
         known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds())
     rounds, fastest = known[key]
-    follows = speculation.rule == "threshold" and not speculation.draws_trees
-    tiers: Tiers = RuleShapes(shapes if follows else shapes[-1:])
     if speculation.rule == "throughput":
-        tiers, fastest.rates = fastest, generator.learned_rates()
-    return GraphDrafts(texts, rounds, rules, tiers)
+        fastest.rates = generator.learned_rates()
+        return GraphDrafts(texts, rounds, rules, fastest)
+    follows = speculation.rule == "threshold" and not speculation.draws_trees
+    return GraphDrafts(texts, rounds, rules, RuleShapes(shapes if follows else shapes[-1:]))
 
 
 def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:

@@ -24,7 +24,7 @@ from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import extend
-from hf_specdecpp.throughput.round_shapes import FastestShapes, Tiers
+from hf_specdecpp.throughput.round_shapes import FastestShapes, ShapeChooser
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 from hf_specdecpp.trees.verification import as_float32
 
@@ -38,23 +38,26 @@ class GraphDrafts(Drafts):
     Args:
         texts: a single sequence, or the rows of a batch.
         rounds: captured rounds that no other call uses.
-        tiers: chooses the shapes of rounds.
+        chooser: chooses the shape of each round.
 
     Attributes:
         process: runs the target's processors between graphs; `None` if the graphs contain all processors.
-        made: number of rounds so far.
-        unread: placeholder for candidates that the host has not read yet.
+        made: number of rounds so far; the first one begins with `begin_texts`.
+        longest: length of the longest sequence for which a round may have candidates.
+        placeholder: the tree of a round whose candidates the host has not read yet.
     """
 
-    def __init__(self, texts: Sequence[OutputText], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
-        self.texts, self.unread = list(texts), Chain()
-        self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
+    def __init__(
+        self, texts: Sequence[OutputText], rounds: CapturedRounds, rules: RoundRules, chooser: ShapeChooser
+    ) -> None:
+        self.texts, self.placeholder = list(texts), Chain()
+        self.generator, self.rounds, self.rules, self.chooser = texts[0].generator, rounds, rules, chooser
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
         self.process = None if graphs_run_all else self._process
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
-        self.longest -= max(shape.levels for shape in tiers.shapes)
+        self.longest -= max(shape.levels for shape in chooser.shapes)
         self.rates = getattr(self.generator.method.rule, "rates", None)  # calibrates estimates
-        if tiers.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
+        if chooser.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
             self.rates = self.generator.learned_rates(trees=True)
 
     def begin_texts(self) -> None:
@@ -66,14 +69,14 @@ class GraphDrafts(Drafts):
         states = pad_sequence(known, batch_first=True, padding_side="left") if known else None
         shown = torch.cat([text.generator.processing.shown(text.ids) for text in self.texts])
         self.rounds.begin_texts(self.rules, shown, tokens, states, padding)
-        if isinstance(self.tiers, FastestShapes):
+        if isinstance(self.chooser, FastestShapes):
             device = self.rounds.passes.device
             with keeping_generators(device):  # timing must not change the random numbers of the generation
-                self.tiers.seconds.time(self.tiers.shapes, partial(self.rounds.time, process=self.process))
+                self.chooser.seconds.time(self.chooser.shapes, partial(self.rounds.time, process=self.process))
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         attempt(partial(self._propose, texts), of_draft=True)
-        return [self.unread] * len(texts)
+        return [self.placeholder] * len(texts)
 
     def _propose(self, texts: Sequence[OutputText]) -> None:
         if not self.made:
@@ -84,15 +87,15 @@ class GraphDrafts(Drafts):
         self.rounds.propose(self.shape, length, self.process)
 
     def verify(self) -> list[RoundReport]:
-        """Called by `RoundGraphs.read`: wait for the results of the round."""
+        """Called by `RoundGraphs.read`: wait for the round, and return a report for each sequence."""
         reports = self.rounds.verify(self.shape)
-        if isinstance(self.tiers, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
-            self.tiers.seconds.record_round(self.shape, time.perf_counter() - self._launched)
+        if isinstance(self.chooser, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
+            self.chooser.seconds.record_round(self.shape, time.perf_counter() - self._launched)
         self.made += 1
         return reports
 
     def record_outcome(self, rounds: Sequence[Round]) -> None:
-        self.tiers.record_round(self.shape, [each.outputs for each in rounds])
+        self.chooser.record_round(self.shape, [each.outputs for each in rounds])
         for each in rounds:
             generator, tree, path = each.text.generator, each.tree, each.result.path
             if self.shape.width > 1 and self.rates is not None:
@@ -107,9 +110,9 @@ class GraphDrafts(Drafts):
 
     def _shape(self, length: int) -> RoundShape:
         """The shape of the next round. Tokens beyond the maximum length are removed by `OutputText.emit`."""
-        shape, draft = self.tiers.choose_shape() if length <= self.longest else RoundShape(0), self.rounds.draft
+        shape, draft = self.chooser.choose_shape() if length <= self.longest else RoundShape(0), self.rounds.draft
         if not shape.levels and draft.pending >= draft.width:  # the draft must read tokens of rounds without candidates
-            shape = next(each for each in self.tiers.shapes if each.levels)
+            shape = next(each for each in self.chooser.shapes if each.levels)
         if shape.levels:
             draft.calibrate(self.rates)
         return shape
@@ -205,7 +208,7 @@ class RoundGraphs(GraphTarget):
                 text.generator.restart_draft()
         if failure.is_memory:
             self.graph_drafts.rounds.draft.close()
-        elif not are_captured_whole_alone(self.usual):
+        elif not needs_whole_rounds(self.usual):
             self.warn(failure)
             return with_captured_passes(self.texts, self.passes, self.usual)
         return super().after_failure(failure, texts)
@@ -238,13 +241,13 @@ class PassGraphs(GraphTarget):
         attempt(partial(self._read, *rounds))
 
     def _read(self, each: Round) -> None:
-        tokens, tree, shape, each.width = each.text.ids[:, -1:], each.tree, None, width_of(len(each.tree) + 1)
+        tokens, tree, relations, each.width = each.text.ids[:, -1:], each.tree, None, width_of(len(each.tree) + 1)
         if len(tree) and isinstance(tree, Chain):
             tokens = extend(tokens, tree.ids(tokens.device))
         elif len(tree):
-            candidates, *shape = each.rows.upload(tokens.device, each.width)
+            candidates, *relations = each.rows.upload(tokens.device, each.width)
             tokens = extend(tokens, candidates)
-        each.outputs = self.passes.read(tokens, shape)
+        each.outputs = self.passes.read(tokens, relations)
         each.outputs.logits = each.outputs.logits.clone()  # the next pass overwrites the original
         self.usual.states.set_states(each.outputs.states)
 
@@ -284,7 +287,7 @@ def pass_widths(most: int) -> list[int]:
     return [1 << power for power in range(width_of(most + 1).bit_length())]
 
 
-def are_captured_whole_alone(usual: TargetSide) -> bool:
+def needs_whole_rounds(usual: TargetSide) -> bool:
     """Whether target passes are captured only as parts of whole rounds: for batches, even if a single row is left, and
     for drafts that read the target's cache."""
     return not isinstance(usual, SingleTarget) or usual.generator.setup.drafter.shares_cache

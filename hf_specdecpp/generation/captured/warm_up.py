@@ -35,7 +35,7 @@ USUAL_LENGTH = 2048  # tokens
 
 
 class WarmUp:
-    """An `Assistant` for calls (`generation.entry.calls`) whose generations leave memory and statistics unchanged."""
+    """An `Assistant` for calls (`generation.entry.calls`) that change neither learned costs nor statistics."""
 
     def __init__(self, setup: DraftSetup) -> None:
         self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation
@@ -78,7 +78,7 @@ class WarmUpDecoding(AssistedDecoding):
             capacity = capacity_for(capacity + 1)
 
     def _make_whole_rounds(self, drafts: GraphDrafts) -> None:
-        for shape in {RoundShape(0), *drafts.tiers.shapes}:
+        for shape in {RoundShape(0), *drafts.chooser.shapes}:
             drafts.rounds.time(shape, drafts.process)
 
     def _read_target(self, passes: CapturedTarget, capacity: int) -> None:

@@ -140,8 +140,7 @@ def paused(assistant: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_default(assistant: nn.Module | None, target: CausalLM) -> Iterator[None]:
-    """A context in which `assistant`, or none, is the default of `target` for this thread or asyncio task. It must be
-    attached."""
+    """A context in which an attached `assistant`, or none, is the default of `target` in this thread or async task."""
     token = _default_here.set((target, assistant))
     try:
         yield

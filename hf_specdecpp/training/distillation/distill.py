@@ -133,7 +133,7 @@ def _begun(distill: DistillConfig) -> list[dict[str, Any]]:
 
 def _vocabulary(inputs: DistillationInputs) -> Tensor | None:
     """The draft's token ids `[n]`; `None` for all. Own layers that are trained further keep their vocabulary. Otherwise
-    the most frequent tokens are chosen, or the vocabulary of the run in `start_from`, if it covers more."""
+    the most frequent tokens, or the vocabulary of the run in `start_from` if that covers more of held-out answers."""
     config, target, size = inputs.config, inputs.target, inputs.config.distill.draft_vocab_size
     if inputs.earlier is not None:
         return getattr(inputs.earlier, "token_ids", None)

@@ -93,11 +93,11 @@ class DistilledDraft(nn.Module):
         return torch.stack((accepted, agree.float()), dim=-1)
 
     def _distances(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """The distance `[positions, steps]` of q from p, where p is renormalised on the draft's tokens S.
+        """The distance `[positions, steps]` (`loss`) of q from p_S: p renormalised on the draft's tokens S.
 
-        q is zero outside S, so that KL(p || q) would be infinite. With p_S the renormalised p, a candidate is accepted
-        with probability sum_S min(p, q) >= p(S) * sum_S min(p_S, q). Training does not change p(S); the second factor
-        is 1 - TV(p_S, q), which this KL divergence bounds (Pinsker).
+        q is zero outside S, so that KL(p || q) would be infinite. A candidate is accepted with probability sum_S min(p,
+        q) >= p(S) * sum_S min(p_S, q). Training does not change p(S); the second factor is 1 - TV(p_S, q), which
+        KL(p_S || q) bounds (Pinsker).
         """
         q_logits = self.drafter.head_logits(hidden)
         both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the common token ids
