@@ -250,11 +250,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
-        room = int(max(min(MOST_CANDIDATES, self._longest - input_ids.shape[1]), 0))
+        left = max(self._longest - input_ids.shape[1], 0)
+        room = int(min(MOST_CANDIDATES, left))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
             unread = session.unread if self.setup.rows == 1 else 0  # rows of a batch share draft passes
-            self.lookup.look_up(new_tokens[0].tolist(), min(room, most), unread)
+            self.lookup.look_up(new_tokens[0].tolist(), min(room, most), left, unread)
         longest = self.method.longest(room, most)
         return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
 

@@ -115,9 +115,10 @@ class LookingUp:
         self._costs: Costs | None = None
         self.verify: Floats = np.zeros(1)
 
-    def look_up(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
+    def look_up(self, new_tokens: Sequence[int], room: int, left: float, unread: int = 0) -> None:
         """Set `found`, `estimates` and `waits` for a round. `new_tokens`: those since the last call, or the prompt;
-        `room`: candidates that the output may still have; `unread`: number of tokens that the draft has not read."""
+        `room`: candidates that the round may have; `left`: tokens that the output may still have; `unread`: number of
+        tokens that the draft has not read."""
         most = self._room = min(room, self.most)
         if not len(self.text):
             self.text.read_prompt(new_tokens)
@@ -133,9 +134,9 @@ class LookingUp:
         if self.plan is not None and self.plan.costs is not self._costs:
             self._costs = self.plan.costs
             self.verify = self._costs.verify_seconds(self.most) + self._costs.overhead
-        self.waits = self._must_wait(unread, room)
+        self.waits = self._must_wait(unread, left)
 
-    def _must_wait(self, unread: int, room: int) -> bool:
+    def _must_wait(self, unread: int, left: float) -> bool:
         """Whether reading costs the draft more than it could have saved, or can save in the rest.
 
         So a text that repeats itself never needs the draft, and any other costs at most twice the reading.
@@ -146,7 +147,7 @@ class LookingUp:
         if self.choice is None or not self.has_draft:
             return False
         reading, saving = self.catching_up * unread, float(self.verify[0]) - 1.0 / self.choice.rate
-        return saving > 0.0 and reading > min(self._missed, room * saving)  # else the draft's own rule decides
+        return saving > 0.0 and reading > min(self._missed, left * saving)  # else the draft's own rule decides
 
     def first_candidates(self, count: int) -> Chain:
         """The first `count` tokens of `found`, as the candidates of the round."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation import candidate_generator
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
 from hf_specdecpp.lookup.token_index import NOTHING, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -152,6 +153,16 @@ def test_a_draft_reads_a_prompt_once_it_has_missed_as_much(shape: str) -> None:
         rounds[read] = assistant.stats.target_passes
         assert (assistant.stats.draft_passes > 0) == (read < 100.0)
     assert rounds[0.0] + 3 <= rounds[0.2] < rounds[100.0]
+
+
+def test_what_the_draft_can_save_is_counted_to_the_end_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not over as many tokens as a round may have candidates, in which the draft would not save its reading."""
+    monkeypatch.setattr(candidate_generator, "MOST_CANDIDATES", 2)
+    target, options = tiny("llama"), {"no_repeat_ngram_size": 2}
+    rule: dict[str, Any] = {"rule": "throughput", "costs": {**COSTS, "read": 0.2}}
+    assistant = assistant_for(target, mix=1.0, lookup=True, **rule)
+    generate(target, assistant, **options)
+    assert assistant.stats.draft_passes > 0
 
 
 @pytest.mark.daily("beside a draft-throughput", "alone-fixed")
