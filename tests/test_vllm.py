@@ -7,6 +7,8 @@ import importlib.util
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,8 @@ from support.files.repos import save_model
 from support.runs.vllm_server import served
 from support.targets.models import prompt, quiet_later_layers, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.texts import answers
@@ -102,8 +102,10 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def train(settings: Path, stage: str, *options: str) -> None:
-    result = CliRunner().invoke(app, ["train", "--config", str(settings), "--stage", stage, *options])
-    assert result.exit_code == 0, result.output
+    """In a process of its own: in one that has imported vLLM, its output cannot be captured."""
+    command = [sys.executable, "-m", "hf_specdecpp", "train", "--config", str(settings), "--stage", stage, *options]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout[-2000:]
 
 
 def test_the_server_writes_answers_for_training(vllm: Served) -> None:
