@@ -102,7 +102,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def train(settings: Path, stage: str, *options: str) -> None:
-    """In a process of its own: in one that has imported vLLM, its output cannot be captured."""
+    """Run a stage as users do, in a process of its own."""
     command = [sys.executable, "-m", "hf_specdecpp", "train", "--config", str(settings), "--stage", stage, *options]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert result.returncode == 0, result.stdout[-2000:]
