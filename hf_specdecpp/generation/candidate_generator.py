@@ -124,7 +124,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     @cached_property
     def products(self) -> FasterProducts:
-        """Made at first use, which is slow: every weight with a copy is read."""
+        """The result of `DraftSetup.products`. Made at first use, which is slow: every weight with a copy is read."""
         begin, own = time.perf_counter(), set(modules_of(self._target))
         products = self.setup.products(self._target)
         self.stats.has_products = any(layer in own for layer in products.layers)

@@ -45,7 +45,7 @@ class Counters:
         draft_seconds: drafting, including the draft's pass over the prompt; of captured rounds only the launch.
         target_seconds: target passes without the prompt's (`prompt_seconds`). On a GPU this includes waiting for the
             pass during verification, and all work of captured rounds.
-        overhead_seconds: all other time of rounds: verification, processors, streaming, drafting without a candidate.
+        overhead_seconds: all other time of rounds: verification, processors, streaming, drafting that gave nothing.
         plain_pass_seconds: estimated seconds of a plain pass over one token, in a batch divided by the rows, or `None`.
         same_pass_seconds: seconds of such a pass with the CPU matrix multiplications of this call.
         compared_passes: additional target passes over one token, if their time cannot be derived from the rounds: on a

@@ -127,7 +127,7 @@ class TargetSide(RoundTarget):
         """Run the prompts' forward pass as plain `generate()` does; sets `outputs` of the rounds."""
 
     def begin_texts(self, texts: Sequence[OutputText]) -> None:
-        """Called once, after the prompt and before the first round."""
+        """Called once, after the prompt and before the first round: prepares the timing of passes."""
         self.passes.begin_text(self.generator.products)
 
     # Called for captured passes. --------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def end(self) -> None:
-        """Called at the end of every call, also after an exception."""
+        """Called at the end of every call, also after an exception: prepares the cache for later calls, if it can."""
 
     @abstractmethod
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:

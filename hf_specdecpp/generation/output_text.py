@@ -116,8 +116,8 @@ class OutputText:
         """Choose the accepted candidates of a round and the next token, by the logits of its pass.
 
         If all processors can process any sequence (`answers_all`), they are called for all nodes of chains, and for all
-        nodes of trees on a GPU, which is then read once; for trees on a CPU only for nodes at which p is needed. Any
-        other processors are called for each emitted token in order (`Walk`).
+        nodes of trees on a GPU, which is then read once; for trees on a CPU only for nodes at which p is needed. If any
+        cannot, all are called for each emitted token in order (`Walk`).
         """
         logits = each.outputs.logits[0, -len(each.tree) - 1 :]
         if self.generator.corrections is not None:

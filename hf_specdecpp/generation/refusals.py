@@ -93,8 +93,8 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bool]:
-    """The reason, for a message, why a call without an assistant uses transformers' own speculation; and whether that
-    setting is in the model's generation config, so that the user may not know of it."""
+    """The reason, for a message, why a call without an assistant uses transformers' own speculation; and whether the
+    setting for this is in the model's generation config, so that the user may not know of it."""
     name = next(name for name in OWN_SPECULATION if getattr(config, name, None))
     value = getattr(config, name)
     is_model_s = getattr(target.generation_config, name, None) == value

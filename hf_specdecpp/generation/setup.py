@@ -267,7 +267,7 @@ def plan_of(
     setup: DraftSetup, target: CausalLM, generation: GenerationConfig, captures: bool, trees: bool = False
 ) -> Plan | None:
     """The plan of `rule="throughput"` for a generation with `trees` or chains, with learned or given costs; `None` for
-    other rules, and for trees with a fixed shape or budget."""
+    other rules, and for trees with a fixed shape or budget. `captures`: whether whole rounds may be captured."""
     config, drafter = setup.speculation, setup.drafter
     if setup.rule(target) != "throughput" or (config.draws_trees and config.tree != "dyspec"):
         return None

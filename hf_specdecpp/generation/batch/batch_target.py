@@ -247,7 +247,7 @@ class BatchTarget(TargetSide):
         return [int(min(text.length, self._last)) for text in texts]
 
     def _sequences(self, texts: Sequence[OutputText]) -> Tensor:
-        """The output tokens `[batch, length]`, padded on the right after rows that ended early."""
+        """Prompts and emitted tokens `[batch, length]`, padded on the right after rows that ended early."""
         lengths = self._lengths(texts)
         pad = self.config._pad_token_tensor
         rows = [
