@@ -208,7 +208,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Called before captured rounds, of which only `stats` and `rule="threshold"` learn. Returns unmasked tokens
-        `[1, n]`: all and `None`; or, if the draft reads states, the last n and states `[1, n, size]` before each."""
+        `[1, n]`: all, and `None`; or the last n, and the target's states `[1, n, size]` at the token before each."""
         self.observers = [self.stats, *([rule] if isinstance(rule := self.method.rule, Threshold) else [])]
         tokens, states = self._new_tokens(input_ids, states)
         if states is None:
@@ -303,7 +303,7 @@ class TreeDrafting:
         self.rates: AcceptanceRates | None = None
 
     def set_plan(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
-        """Grow trees by `plan`; without one calibrate dynamic trees by learned acceptance (`Decisions.adapt`)."""
+        """Grow trees by `plan`; without one calibrate the estimates of dynamic trees (`Decisions.adapt`)."""
         if plan is not None:
             self.slots.valuation = self.throughput = rule = plan.rule(self.slots.estimator)
             if self.config.tree == "auto":

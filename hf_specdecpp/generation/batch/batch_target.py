@@ -114,7 +114,7 @@ class BatchTarget(TargetSide):
             each.width = is_token.shape[1]
 
     def _split(self, rounds: Sequence[Round], outputs: Any) -> None:
-        """Split the outputs and states of a pass by row."""
+        """Split a pass by row: set the `outputs` of each round and the `states` of its sequence."""
         states = self.states.by_row(len(rounds))
         width = max(len(each.tree) for each in rounds) + 1
         cache = SimpleNamespace(layers=self.context.layers)
@@ -264,7 +264,7 @@ def _is_token(rounds: Sequence[Round]) -> Tensor:
 
 
 class _UnusableLayer(DynamicLayer):
-    """The only layer of a cache after a batch that did not restore it: using it again raises `ValueError`."""
+    """The only layer of a cache after a batch that did not restore it: using the cache again raises `ValueError`."""
 
     def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(
