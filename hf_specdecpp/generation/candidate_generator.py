@@ -47,25 +47,25 @@ NO_STATES = "This generator's draft reads hidden states of the target, which tra
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
     """Drafts the candidates of one sequence and learns which are accepted, in the loop of `decoding.py` or in that of
-    transformers; `ValueError` if the settings or a processor cannot be used, a model cannot read trees, or the draft
-    does not support batches or trees (`Draft.cannot`).
+    transformers; `ValueError` if settings are invalid or require trees that a model cannot read, or if the draft does
+    not support batches or trees that the call needs (`Draft.cannot`).
 
     Args:
         setup: the draft, head and settings.
         generation_config: the target's, as prepared by `generate()`.
-        logits_processor: the target's processors; the draft's logits are processed, too.
+        logits_processor: the target's; those that may be called for candidates also process the draft's logits.
         attention_mask: `[1, length]` of the prompt, or `None`. The draft does not read masked tokens.
         target: the model that verifies.
 
     Attributes:
         stats: counts and seconds of this generation.
-        products: context with the matrix multiplications of target and draft, around drafting and verification.
+        products: context of the prompt's pass and all rounds, with the matrix multiplications of target and draft.
         method: drafts chains or trees.
         plan: the costs and decisions of `rule="throughput"`; `None` for other rules.
         observers: get the outcome of each round: statistics, lookups, the stopping rule or the trees.
         lookup: finds candidates in earlier text, if enabled.
         times: seconds of the rounds, if costs follow measured rounds; else `None`.
-        is_paused: whether rounds have no candidates, because plain generation is faster; the draft then reads nothing.
+        is_paused: whether the draft reads and proposes nothing, because that is faster or the draft's cache is lost.
         corrections: the target's latest choices, if the draft's logits are mixed with them; else `None`.
     """
 
@@ -84,7 +84,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.session
         self.session: DraftingSession = session(self.vocab_size)
         most = math.inf if generation_config.max_length is None else generation_config.max_length
-        # The target reads candidates at its positions, and adds a token, which it need not read.
+        # All candidates need positions in the target. The token after them counts for `most`, but is not read.
         self._longest = min(longest_text(target), most - 1)
         self.eos_token_ids = eos_ids(generation_config)
         sample: TreeRandomness = TorchRandomness() if setup.drafter.places else AsPlain()
@@ -124,7 +124,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     @cached_property
     def products(self) -> FasterProducts:
-        """Made at first use, which is slow: every weight with a copy is read."""
+        """The result of `DraftSetup.products`. Made at first use, which is slow: every weight with a copy is read."""
         begin, own = time.perf_counter(), set(modules_of(self._target))
         products = self.setup.products(self._target)
         self.stats.has_products = any(layer in own for layer in products.layers)
@@ -133,7 +133,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return products
 
     def begin_text(self, length: int) -> None:
-        """Decide, before a prompt of `length` tokens is read, whether to draft at all (`is_paused`)."""
+        """Decide, before a prompt of `length` tokens is read, whether the first rounds are plain (`is_paused`)."""
         # Captured rounds decide later whether to draft, and may need the target's states of the prompt.
         follows = self.lookup is not None or not self.setup.drafter.places or self.round_steps is not None
         self.is_paused = self.plan is not None and not follows and self.plan.leaves_to_target(length)
@@ -146,8 +146,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids: `[1, length]`, the prompt and all emitted tokens.
-            max_tokens: largest number of candidates, if below the limits of the rule and of `max_length`. A tree that
-                could have more nodes is left empty.
+            max_tokens: largest number of candidates, if below the limits of the rule and of `max_length`. Trees of
+                `rule="throughput"` stop there; other trees that could have more nodes are left empty.
             states: `[1, n, size]`, if the draft reads hidden states of the target: those at the n tokens committed
                 since the last round.
         """
@@ -179,7 +179,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return cast(ChainDrafting, self.method).step_by_step(input_ids, longest)
 
     def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
-        """Called after a round: `path` holds its accepted nodes, `length` is the sequence length before the round."""
+        """Called after a round with its accepted nodes `path`; frees the tree's logits and q. `length` is not used."""
         self._num_accepted = len(path)
         for each in self.observers:
             each.record_outcome(tree, path)
@@ -207,7 +207,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Called before captured rounds: unmasked tokens `[1, n]` of the prompt, and the target's states or `None`."""
+        """Called before captured rounds, of which only `stats` and `rule="threshold"` learn. Returns unmasked tokens
+        `[1, n]`: all, and `None`; or the last n, and the target's states `[1, n, size]` at the token before each."""
         self.observers = [self.stats, *([rule] if isinstance(rule := self.method.rule, Threshold) else [])]
         tokens, states = self._new_tokens(input_ids, states)
         if states is None:
@@ -302,7 +303,7 @@ class TreeDrafting:
         self.rates: AcceptanceRates | None = None
 
     def set_plan(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
-        """Grow trees by `plan`, the rule `"throughput"`; without a plan calibrate estimates by learned acceptance."""
+        """Grow trees by `plan`; without one calibrate the estimates of dynamic trees (`Decisions.adapt`)."""
         if plan is not None:
             self.slots.valuation = self.throughput = rule = plan.rule(self.slots.estimator)
             if self.config.tree == "auto":

@@ -38,37 +38,37 @@ class Counters:
         generated: emitted tokens. (`generated + discarded = drafted + rounds + plain_passes`, unless a stopping
             criterion cut the last round.)
         drafted_at, accepted_at: candidates by position in the round, in trees by depth; index 0 is the first.
-        tree_depths, tree_widths: number of trees by depth and by the size of their widest level; index 0 counts empty
-            trees.
+        tree_depths, tree_widths: number of trees by depth and by size of the widest level, with empty trees at index 0.
         draft_passes: forward passes of the draft in rounds.
         tested_by_rank, accepted_by_rank: over the root and the accepted nodes of trees, how often there was a first,
             second, ... child, and how often that child was accepted.
-        draft_seconds: drafting, including the draft's pass over the prompt.
+        draft_seconds: drafting, including the draft's pass over the prompt; of captured rounds only the launch.
         target_seconds: target passes without the prompt's (`prompt_seconds`). On a GPU this includes waiting for the
-            pass during verification.
-        overhead_seconds: all other time in rounds: verification, processors, streaming.
-        plain_pass_seconds: estimated seconds of a target pass over one token in plain `generate()`; `None` if unknown.
+            pass during verification, and all work of captured rounds.
+        overhead_seconds: all other time of rounds: verification, processors, streaming, drafting that gave nothing.
+        plain_pass_seconds: estimated seconds of a plain pass over one token, in a batch divided by the rows, or `None`.
         same_pass_seconds: seconds of such a pass with the CPU matrix multiplications of this call.
         compared_passes: additional target passes over one token, if their time cannot be derived from the rounds: on a
             GPU, and on a CPU without large layers.
-        preparing_seconds: these passes, and making or checking copies of weights.
+        preparing_seconds: seconds of `compared_passes`, and of making or checking copies of weights.
         state_bytes: memory for recurrent states, which are restored after a rejection.
-        graphs, graph_seconds, graph_bytes: number of CUDA graphs of these passes and rounds so far, seconds of their
-            capture, and present memory of all graphs of the target, their caches for target and drafts, and q.
-        uncaptured: why the target's passes were not captured; `None` if they were, or if graphs are off.
+        graphs, graph_seconds, graph_bytes: number of CUDA graphs of this call's kinds of passes and rounds, captured in
+            it or before; seconds of their capture; memory of all graphs of the target, with their caches and q.
+        uncaptured: why passes or rounds were not captured as CUDA graphs; `None` if they were, or if graphs are off.
         last_tree: the latest verified tree with candidates; `str()` draws it. `None` for chains.
         branched_tree: the tree with the most nodes that have several children; if equal, the largest.
-        rows: statistics of each sequence of a batch; all other fields are sums over the sequences.
+        rows: statistics of each sequence of a batch, whose counts and seconds are the sums over them.
         agreement: for a published draft, the share of first, second and third candidates that equal the target's
             choice in a few short texts, measured at attach; empty without a tokenizer in the target's repository.
         suspect: name of a published draft, which may be for another target or be read wrongly; else `None`.
-        refusal: why this call fell back to plain `generate()`; else `None`.
+        refusal: why this call fell back to plain `generate()` or stopped drafting; else `None`.
         remedies: unused ways to be faster, as in `DraftSetup.remedies`.
         decided: decisions by name: `{"rule": "throughput", "costs": "followed", "estimates": "q", "verification":
-            "block", "products": "float16, draft in int8", "corrections": "off", "attached": "by a call"}`.
-            Here a `generate()` call attached the assistant, not `attach` ("before"); the target multiplies with float16
-            copies of its weights, the draft in int8; "estimates" of acceptance are the draft's probabilities q, those
-            of its own "confidence head", or of an "acceptance head".
+            "block", "products": "float16, draft in int8", "corrections": "off", "tree": "chains: tree=False",
+            "rounds": "step by step", "attached": "by a call"}`. Here rounds run without CUDA graphs; a `generate()`
+            call attached the assistant, not `attach` ("before"); the target multiplies with float16 copies of its
+            weights, the draft in int8; "estimates" of acceptance are the draft's probabilities q, those of its own
+            "confidence head", or of an "acceptance head".
         has_products: whether any layer of the target computes differently than in plain `generate()`.
     """
 

@@ -37,7 +37,7 @@ class RoundTarget(ABC):
     """The target in a round. `TargetSide` calls the target's forward, `GraphTarget` launches CUDA graphs."""
 
     def attention(self) -> AbstractContextManager[None]:
-        """The context manager around all rounds."""
+        """The context in which all rounds run: it excludes unsuitable attention kernels, if there are any."""
         return nullcontext()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - optional in subclasses
@@ -54,7 +54,7 @@ class RoundTarget(ABC):
 
     @abstractmethod
     def commit(self, rounds: Sequence[Round]) -> None:
-        """Keep only the emitted tokens in the cache and in the hidden states that drafts read."""
+        """Remove rejected candidates from the cache and from the hidden states that drafts read."""
 
     @abstractmethod
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
@@ -127,7 +127,7 @@ class TargetSide(RoundTarget):
         """Run the prompts' forward pass as plain `generate()` does; sets `outputs` of the rounds."""
 
     def begin_texts(self, texts: Sequence[OutputText]) -> None:
-        """Called once, after the prompt and before the first round."""
+        """Called once, after the prompt and before the first round: prepares the timing of passes."""
         self.passes.begin_text(self.generator.products)
 
     # Called for captured passes. --------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class TargetSide(RoundTarget):
         """Copy the keys and values of `texts`, in the given `rows` of `passes`, to the target's own cache."""
 
     def save_row(self, text: OutputText, keys_values: Callable[[], Any]) -> None:
-        """Called when a sequence of captured rounds ends before others, for batches that return the cache:
-        `keys_values()` returns the sequence's keys and values."""
+        """Called when a sequence has ended. A batch that returns its cache stores the sequence's keys and values, the
+        result of `keys_values()`."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def end(self) -> None:
-        """Called at the end of every call, also after an exception."""
+        """Called at the end of every call, also after an exception: prepares the cache for later calls, if it can."""
 
     @abstractmethod
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
@@ -195,8 +195,8 @@ class AssistedDecoding:
 
     Attributes:
         active: the sequences that have not ended.
-        drafts, target: draft and verify in rounds. `target` is `side`, the target without graphs, until `on_graphs`.
-        on_graphs: called after the prompts' pass: returns `drafts` and `target` of the rounds, which may be graphs.
+        drafts, target: propose candidates and run target passes in rounds. Before and after them `target` is `side`.
+        on_graphs: called after the prompts' pass: returns `drafts` and `target` of the rounds, with or without graphs.
     """
 
     def __init__(self, texts: list[OutputText], drafts: Drafts, side: TargetSide, on_graphs: Choose) -> None:

@@ -68,7 +68,7 @@ class OutputText:
         before: length before the latest round.
         finished: whether the sequence has ended.
         goes_on: whether tokens follow its end, as in the rows of a batch without padding; `False` by default.
-        end_length: length at which the sequence ends, as far as known.
+        end_length: length at which the sequence ends, as far as known; at first the maximum length.
         waits: whether a read from its device waits for all queued work.
         records: scores, logits, hidden states and attentions for `return_dict_in_generate`.
     """
@@ -106,7 +106,7 @@ class OutputText:
 
     @property
     def ids(self) -> Tensor:
-        """`[1, length]`, the prompt and the emitted tokens. Those of captured rounds are uploaded when first needed."""
+        """`[1, length]`, the prompt and the emitted tokens. Those of chains are uploaded when first needed."""
         if self._further:
             further, self._further = torch.tensor([self._further], device="cpu"), []  # int64, as in plain generation
             self._ids = torch.cat((self._ids, further.to(self._ids.device)), dim=1)
@@ -116,8 +116,8 @@ class OutputText:
         """Choose the accepted candidates of a round and the next token, by the logits of its pass.
 
         If all processors can process any sequence (`answers_all`), they are called for all nodes of chains, and for all
-        nodes of trees on a GPU, which is then read once; for trees on a CPU only for nodes at which p is needed. Any
-        other processors are called for each emitted token in order (`Walk`).
+        nodes of trees on a GPU, which is then read once; for trees on a CPU only for nodes at which p is needed. If any
+        cannot, all are called for each emitted token in order (`Walk`).
         """
         logits = each.outputs.logits[0, -len(each.tree) - 1 :]
         if self.generator.corrections is not None:
@@ -165,8 +165,8 @@ class OutputText:
     def first_stop(
         self, length: int, emitted: list[int], scores: Tensor, raw: Tensor, ids: Tensor | None
     ) -> tuple[int, bool]:
-        """How many of the `emitted` tokens are kept, and whether the sequence then ends. With them the sequence has
-        `length` tokens, which are in `ids` `[1, length]` unless `all_simple`.
+        """How many of the `emitted` tokens are kept, and whether the sequence then ends. With all of them it has
+        `length` tokens, which are in `ids` `[1, length]` unless `all_simple`. Records the scores of the kept ones.
 
         If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`.
         """
@@ -292,9 +292,9 @@ class OutputText:
         return scores
 
     def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the rows of nodes that may be accepted, with one read per level: greedy choices, or candidates that
-        the processors allow. Processors are not called after candidates that they forbid or that end the sequence;
-        those rows are not needed."""
+        """Process the rows of nodes that may be accepted: greedy choices, or candidates that the processors allow.
+        Waits for the device once per level. Processors are not called after candidates that they forbid or that end
+        the sequence; those rows are not needed."""
         tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
         while level:
             here = [rows[node] for node in level]
@@ -379,9 +379,9 @@ class Round:
     tree: DraftTree  # the candidates; a chain is a tree with one branch, no candidates an empty tree
     is_prompt: bool = False  # whether this is the prompt's pass, which statistics and rules do not count as a round
     is_verified: bool = False  # whether the GPU has verified the round, within the pass
-    # Of the target's pass: `logits` `[1, rows, vocab]` and requested outputs; of captured rounds the report.
+    # Of the target's pass: `logits` `[1, rows, vocab]` and requested outputs; of captured rounds the `RoundReport`.
     outputs: Any = None
-    width: int = 0  # tokens that the pass read, including padding to the width of a graph
+    width: int = 0  # tokens of a row in the pass, with padding; 0 in captured rounds
     result: RoundResult = field(init=False)
     emitted: Emitted = field(init=False)
 

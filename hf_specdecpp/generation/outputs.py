@@ -126,9 +126,9 @@ def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
     Other layers (convolutions) return no attentions, and are left out.
     """
     cached = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
-    if len(cached) == count:  # in Dory several for each layer of the config, which reads in a loop
+    if len(cached) == count:  # in Dory, which runs layers in a loop, several for each layer of the config
         return [getattr(layer, "sliding_window", None) for layer in cached]
-    kinds = layer_types(config, len(layers))  # transformers 5.18 caches no layers that share keys
+    kinds = layer_types(config, len(layers))  # in transformers 5.18 layers that share keys are not in the cache
     sizes: dict[str, int | None] = {}
     for kind, layer in zip(kinds, layers, strict=False):
         if isinstance(layer, CacheLayerMixin):  # other layers share keys or have none

@@ -1,4 +1,4 @@
-"""Checks for calls that do not support speculation. They run before any work, and give the reason."""
+"""Checks that give the reason if a call does not support speculation, before it runs or after the prompt's pass."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_object(assistant: object) -> None:
 
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` if the mode of generation does not support speculation."""
+    """Raise `ValueError` if the mode of generation or a setting of the call does not support speculation."""
     check_lossless(config)
     if config.num_beams not in (None, 1) or mode is not GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
@@ -93,8 +93,8 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bool]:
-    """The reason, for a message, why a call without an assistant uses transformers' own speculation; and whether that
-    setting is in the model's generation config, so that the user may not know of it."""
+    """The reason, for a message, why a call without an assistant uses transformers' own speculation; and whether the
+    setting for this is in the model's generation config, so that the user may not know of it."""
     name = next(name for name in OWN_SPECULATION if getattr(config, name, None))
     value = getattr(config, name)
     is_model_s = getattr(target.generation_config, name, None) == value
@@ -158,8 +158,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
 
 
 def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | None:
-    """The state of the trial of a target with hooks or patches, or `None` without them; `PlainCallError` if passes over
-    several tokens are wrong with them, or cannot be compared with passes over one token."""
+    """The results so far of testing a target's hooks or patches (`Trial`), or `None` without them; `PlainCallError` if
+    passes over several tokens are wrong with them, or cannot be compared with passes over one token."""
     passes = foreign_passes(target, cache)
     if passes is None:
         return None

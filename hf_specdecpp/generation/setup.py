@@ -51,7 +51,7 @@ class DraftSetup:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     decisions: Decisions = field(default_factory=Decisions)
     memory: Memory = field(default_factory=Memory)  # updated by generations, as are the copies of weights
-    copies: WeightCopies = field(default_factory=lambda: WeightCopies(measured_copy))  # exact
+    copies: WeightCopies = field(default_factory=lambda: WeightCopies(measured_copy))  # exact copies of weights
     int8: WeightCopies = field(default_factory=lambda: WeightCopies(int8_copy))  # of the draft's weights
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)  # `SpecDecPPConfig.acceptance_by_rank`
     rows: int = 1  # number of sequences in the batch
@@ -70,7 +70,7 @@ class DraftSetup:
         return self.head or DraftProbability()
 
     def described_estimator(self, target: CausalLM) -> str:
-        """Whose estimates of acceptance decide how far to draft."""
+        """Whose estimates of acceptance decide how far to draft: "q", a head's name, or "unused"."""
         config = self.speculation
         if config.tree not in ("dyspec", "dyspec-exact") and (config.draws_trees or self.rule(target) == "fixed"):
             return "unused"
@@ -142,8 +142,8 @@ class DraftSetup:
         return best_shape(rates, config.tree_budget, self.decisions.tree_depth)
 
     def uses_copies(self, target: CausalLM) -> bool:
-        """Whether large layers may use copies of their weights. Not with several processes, which would have to switch
-        to copies at the same time."""
+        """Whether settings allow large layers to use copies of their weights. Not with several processes, which would
+        have to switch to copies at the same time."""
         config = self.speculation
         return config.cpu_products != "off" and not config.reproducible and num_processes(target) == 1
 
@@ -156,7 +156,7 @@ class DraftSetup:
 
     @cached_property
     def drafts_in_int8(self) -> bool:
-        """Whether the draft multiplies in int8 in passes over few tokens; by default for separate draft models."""
+        """Whether the draft uses int8 in passes over few tokens: by default separate models do, on CPUs with int8."""
         wanted = self.decisions.int8_draft
         if wanted is None:
             wanted = self.is_independent and self.speculation.cpu_products == "auto"
@@ -267,7 +267,7 @@ def plan_of(
     setup: DraftSetup, target: CausalLM, generation: GenerationConfig, captures: bool, trees: bool = False
 ) -> Plan | None:
     """The plan of `rule="throughput"` for a generation with `trees` or chains, with learned or given costs; `None` for
-    other rules, and for trees with a fixed shape or budget."""
+    other rules, and for trees with a fixed shape or budget. `captures`: whether whole rounds may be captured."""
     config, drafter = setup.speculation, setup.drafter
     if setup.rule(target) != "throughput" or (config.draws_trees and config.tree != "dyspec"):
         return None

@@ -113,7 +113,7 @@ class TargetContext:
 
     def why_no_tree(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> str | None:
         """The reason why the target cannot read trees, or `None`: its forward takes no positions, or after the prompt
-        `input_ids` `[1, length]` the number of cache rows differs from that of the prompt's tokens (`mask_length`)."""
+        `input_ids` `[1, length]` the cache does not have one row per token (`mask_length`, if there is no mask)."""
         if not gives_positions(self.target, input_ids, self.model_kwargs):
             return (
                 f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "
@@ -170,8 +170,8 @@ class TargetContext:
         return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
-        """Commit a pass over `num_candidates`: the `kept` emitted tokens stay, in a tree those on `path`. As in plain
-        generation, the last emitted token is not in the cache. `outputs` are those of the forward."""
+        """Commit a pass over the last token and `num_candidates` candidates, which returned `outputs`. Of its cache
+        rows the first `kept` stay, in a tree those of `path`. The last emitted token is read by the next pass."""
         if getattr(outputs, CACHE, None) is not self.cached.cache:
             self._adopt(cache_among(outputs))
         self.cached.commit(kept, num_candidates + 1, path)
@@ -190,7 +190,7 @@ class TargetContext:
         self._spare = 0
 
     def _adopt(self, cache: Any) -> None:
-        """Replace the cache by that of a forward: Phi-3 makes a new one at changes, other models in each pass."""
+        """Replace the cache by a forward's: Phi-3 makes a new one when frequencies change, some models in each pass."""
         if cache is None or cache is self.cached.cache:
             return
         cache.activate_past_recording()
@@ -216,8 +216,8 @@ def has_usual_inputs(target: CausalLM) -> bool:
 
 def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
     """A function `read(ids, count)` for `Trial`: one pass over `count` tokens of the later sequence `ids`, from the
-    last token of `text` `[1, length]` on, in a copy of the cache as it is now. `read` returns logits `[count, vocab]`
-    and the copy. With `as_tree` each token after the first has a sibling."""
+    last token of `text` `[1, length]` on, in a copy of the cache of `text`, which is saved now. `read` returns logits
+    `[count, vocab]` and the copy. With `as_tree` each token after the first has a sibling."""
     target, model_kwargs, saved = context.target, context.model_kwargs, SavedCache(context.cache)
     device, last, length = causal_lm.input_device(target), int(text[0, -1]), text.shape[1]
 
@@ -347,7 +347,7 @@ class SingleTarget(TargetSide):
             self._compare(self.trial, each)
 
     def take_states(self, each: Round, again: int = 0) -> None:
-        """Store the hidden states at the tokens emitted by a round, whose pass began with `again` pending tokens."""
+        """Store the hidden states at the tokens that a pass committed; it began with `again` pending tokens."""
         count, (kept, path) = len(each.tree), each.emitted
         if self.text.records.are_asked_for:
             self.text.records.add_states(each.outputs, kept, count, None if path is None else path.rows, again)

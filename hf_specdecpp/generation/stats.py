@@ -94,7 +94,7 @@ class SpeculationStats(Counters):
 class Noted:
     """The statistics of a call, and the thread that made it. Later calls have larger numbers.
 
-    `for_others`: a later call by `asyncio.to_thread` in a copy of this call's context, whose statistics replace these.
+    `for_others`: a later call by `asyncio.to_thread` in a copy of this call's context; `stats` gives its statistics.
     """
 
     number: int

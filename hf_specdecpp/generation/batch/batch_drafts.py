@@ -52,7 +52,7 @@ class BatchDrafts(Drafts):
         return [*chains]
 
     def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
-        """Replace the drafting of rows whose lookups have found candidates."""
+        """In `rows`, replace the coroutines of rows that look up instead of drafting by their looked-up candidates."""
         lookups = [each.lookup for each in generators if each.lookup is not None]
         together = count_together(lookups) if lookups else 0
         for place, lookup in enumerate(lookups):

@@ -1,8 +1,8 @@
 """The target of a batch (`BatchTarget`): rows share forward passes, and advance independently because the rejected
 columns of each row are masked in the cache. `InStep` is the loop for processors that need all rows at once.
 
-A row that has ended leaves the batch and is padded. Without EOS ids plain `generate()` continues such a row until all
-rows have ended; so does this code (`are_unfinished`).
+A row that has ended leaves the batch, and its output is padded. Without EOS ids plain `generate()` continues it until
+all rows have ended; so does this code (`are_unfinished`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class BatchTarget(TargetSide):
             self.ended_rows[self.places[id(text)]] = keys_values()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
-        """Remove masked columns from the cache if they are many; time a pass over one token per row if necessary."""
+        """Remove masked columns from the cache if they are many. Until a row has ended, also call `time_plain_pass`."""
         self.context.close_up()
         if len(texts) == len(self.texts):
             rounds = [Round(text, Chain()) for text in texts]
@@ -114,7 +114,7 @@ class BatchTarget(TargetSide):
             each.width = is_token.shape[1]
 
     def _split(self, rounds: Sequence[Round], outputs: Any) -> None:
-        """Split the outputs and states of a pass by row."""
+        """Split a pass by row: set the `outputs` of each round and the `states` of its sequence."""
         states = self.states.by_row(len(rounds))
         width = max(len(each.tree) for each in rounds) + 1
         cache = SimpleNamespace(layers=self.context.layers)
@@ -158,7 +158,7 @@ class BatchTarget(TargetSide):
         return inputs
 
     def _hidden_states(self, outputs: Any, place: int) -> Any:
-        """One row of the pass's hidden states; `None` if they are not requested."""
+        """One row of the pass's hidden states; `None` if not requested. `LateRefusalError` if they are not 3-D."""
         if not self.config.output_hidden_states:
             return None
         if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
@@ -201,7 +201,7 @@ class BatchTarget(TargetSide):
 
     @property
     def _last(self) -> float:
-        """The length at which all rows have ended, as far as known."""
+        """The length at which all rows have ended: the largest `end_length`, at first the maximum length."""
         return max(text.end_length for text in self.texts)
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
@@ -211,10 +211,8 @@ class BatchTarget(TargetSide):
         self.context.select(places)
 
     def complete(self, texts: Sequence[OutputText]) -> None:
-        """Leave the cache as plain generation leaves it: all columns but the last, including padding after ended rows.
-
-        The columns up to the shortest row are copied from the rows; later columns are read again in one pass.
-        """
+        """If the cache is the user's or returned, leave it as plain generation does, with all columns but the last.
+        Those up to the shortest row's end are copied from the rows; later ones, also padding, are read in one pass."""
         if not self.carries_cache:
             return
         sequences = self._sequences(texts)
@@ -249,7 +247,7 @@ class BatchTarget(TargetSide):
         return [int(min(text.length, self._last)) for text in texts]
 
     def _sequences(self, texts: Sequence[OutputText]) -> Tensor:
-        """The output tokens `[batch, length]`, padded on the right after rows that ended early."""
+        """Prompts and emitted tokens `[batch, length]`, padded on the right after rows that ended early."""
         lengths = self._lengths(texts)
         pad = self.config._pad_token_tensor
         rows = [
@@ -266,7 +264,7 @@ def _is_token(rounds: Sequence[Round]) -> Tensor:
 
 
 class _UnusableLayer(DynamicLayer):
-    """Replaces the layers of a batch's cache that cannot be reused."""
+    """The only layer of a cache after a batch that did not restore it: using the cache again raises `ValueError`."""
 
     def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(

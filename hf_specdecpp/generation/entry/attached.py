@@ -110,7 +110,7 @@ def is_default(assistant: Any, target: CausalLM) -> bool:
 
 
 def set_default(assistant: Any, target: CausalLM, value: bool) -> None:
-    """Make an attached assistant the target's default, or with `value=False` no longer; other defaults then stay."""
+    """Make an attached assistant the target's default; `value=False` undoes this, and leaves any other default."""
     with _lock:
         if (value and is_attached(assistant, target)) or is_default(assistant, target):
             _attached[target].default = assistant if value else None

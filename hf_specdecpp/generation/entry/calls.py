@@ -1,4 +1,4 @@
-"""Builds the decoding of a `generate()` call with an assistant (`decoding_of`): one sequence, batch, or processes."""
+"""Builds the decoding of a `generate()` call with an assistant: one sequence, also on several processes, or a batch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def decoding_of(
     call: Call, assistant: Assistant, input_ids: Tensor, decoding: type[AssistedDecoding] = AssistedDecoding
 ) -> Callable[[Tensor], Any]:
     """Prepare a call with an assistant. Returns a function of `input_ids` `[batch, length]` that runs it and gives the
-    output of `generate()`. `ValueError` if the call is not supported, before any forward pass or random number."""
+    output of `generate()`. `ValueError` if the call is not supported, before its first pass or random number."""
     target, count = call.target, input_ids.shape[0]
     refusals.check_inputs(input_ids, call.model_kwargs)
     refusals.warn_of_ignored(call.config)
@@ -142,7 +142,7 @@ def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None
 
 
 def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: DynamicCache, input_ids: Tensor) -> Any:
-    """Generate, and copy the growing cache to the user's static one, also after an exception."""
+    """Generate, and copy the growing cache to the user's static one, also on errors other than `LateRefusalError`."""
     try:
         found = run(input_ids)
     except LateRefusalError:  # a plain call with the static cache follows
