@@ -73,7 +73,7 @@ class RoundRules:
 
     @property
     def key(self) -> Hashable:
-        """Everything here that a graph depends on."""
+        """A key with everything in the rules that a graph depends on."""
         both = self.draft_processing.processors, self.processing.processors
         processors = [[each.kind if isinstance(each, Warpers) else each for each in own] for own in both]
         described = (*identity(*processors, by_value=True), *identity(self.estimator))
@@ -194,7 +194,7 @@ class CapturedDraft:
         self.context.cache = None
 
     def record_lengths(self, emitted: int, drafted: bool) -> None:
-        """Update `pending` after a round with at most `emitted` tokens. `drafted`: whether the window was read."""
+        """Update `pending` after a round. `emitted`: most tokens of a sequence; `drafted`: whether the draft read."""
         self.pending = emitted + (min(self.pending, self.steps.again) if drafted else self.pending)
 
     def continue_with(self, active: Sequence[int]) -> None:
@@ -281,7 +281,7 @@ class CapturedDraft:
         self.count.fill_(nodes)
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw the level below m nodes, with `DraftStep.scores` `[texts, m, vocab]` and `values` `[texts, m]`."""
+        """Draw the level below m nodes, from `DraftStep.scores` `[texts, m, vocab]`. `values`: `[texts, m]`, survival."""
         q = step.scores if rules.greedy else step.q
         # [texts, m, width], in order
         tokens = (q if rules.greedy else q / exponential(*q.shape, device=self.device)).topk(width).indices

@@ -196,8 +196,8 @@ class FixedCache(Cache):
             self.prompt.offset.copy_(smaller.prompt.offset)
 
     def read(self, cache: Cache, num_tokens: int) -> None:
-        """Copy all `num_tokens` tokens of a growing cache, which may have fewer texts; in layers with a window only
-        those that the growing cache still holds."""
+        """Copy all `num_tokens` tokens of a growing cache, which may have fewer texts, into this one; in layers with a
+        window only those that the growing cache still holds."""
         self.length.fill_(num_tokens)
         theirs: list[Any] = cache.layers
         for ours, layer in zip(self.layers, theirs, strict=True):

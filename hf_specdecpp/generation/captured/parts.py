@@ -119,7 +119,7 @@ class GraphDrafts(Drafts):
 
 
 class GraphTarget(RoundTarget):
-    """The target in captured rounds. Row i of the caches of `passes` holds sequence i of `texts`; the passes are busy
+    """The target in rounds with graphs. Row i of the caches of `passes` holds sequence i of `texts`; `passes` are busy
     until `leave`. The number of candidates is not limited.
 
     Args:
