@@ -281,7 +281,7 @@ class CapturedDraft:
         self.count.fill_(nodes)
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw the level below m nodes, from `DraftStep.scores` `[texts, m, vocab]`. `values`: `[texts, m]`, survival."""
+        """Draw the level below m nodes by `DraftStep.scores` `[texts, m, vocab]`. `values`: `[texts, m]`, survival."""
         q = step.scores if rules.greedy else step.q
         # [texts, m, width], in order
         tokens = (q if rules.greedy else q / exponential(*q.shape, device=self.device)).topk(width).indices

@@ -63,7 +63,7 @@ class Plan:
         self._kind = 0  # the sequence's length class
         self.requested, self.trials = list[int](), list[int]()
         self._texts, self._is_new = 0, True  # number of sequences; whether the current one has had no round
-        self._confirmed: dict[tuple[int, int], int] = {}  # by length class and width: the latest sequence
+        self._confirmed: dict[tuple[int, int], int] = {}  # by (length class, width): number of the latest such sequence
         self._is_stale = True  # whether `_fit` has to run
         self._use_costs(known.at(0))
         self._fit_if_stale()
