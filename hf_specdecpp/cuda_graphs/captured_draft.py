@@ -27,7 +27,7 @@ READ_AT_ONCE = 2048  # tokens of a prompt per pass: the mask is quadratic
 
 
 class RoundShape(NamedTuple):
-    """Shape of a round's candidates: `levels` of `width` nodes each. Chains have width 1."""
+    """Shape of a round's candidates: `levels` of `width` nodes each. Width 1: a chain; 0 levels: no candidates."""
 
     levels: int
     width: int = 1
@@ -73,23 +73,23 @@ class RoundRules:
 
     @property
     def key(self) -> Hashable:
-        """Everything here that a graph depends on."""
+        """A key with everything in the rules that a graph depends on."""
         both = self.draft_processing.processors, self.processing.processors
         processors = [[each.kind if isinstance(each, Warpers) else each for each in own] for own in both]
         described = (*identity(*processors, by_value=True), *identity(self.estimator))
         return self.greedy, described, self.threshold, self.min_tokens, self.verification
 
 
-@cache  # which graphs refer to
+@cache  # because graphs contain the address of the tensor
 def depths_of(shape: RoundShape, device: torch.device) -> Tensor:
-    """`[nodes + 1]`, the level of the root, 0, and of each candidate."""
+    """`[nodes + 1]`: level 0 of the root, then the level of each candidate, from 1."""
     with lasting():
         return (span(shape.nodes + 1, device) + shape.width - 1) // shape.width
 
 
 class Drawn(NamedTuple):
-    """A level of a tree, `[texts, width]` each: `parents` as indices in the level above, `values` the estimated
-    survival, `judged` uncalibrated estimates; `q` `[texts, m, vocab]` of the first children of the m nodes above."""
+    """A level of a tree, `[texts, width]` each: tokens, `parents` (indices in the level above), `values` (estimated
+    survival), `judged` (uncalibrated estimates); `q` `[texts, m, vocab]` of the first children of the m nodes above."""
 
     tokens: Tensor
     parents: Tensor
@@ -101,24 +101,24 @@ class Drawn(NamedTuple):
 class CapturedDraft:
     """The draft in the rounds of one sequence, or of the rows of a batch, with all draft steps in one graph.
 
-    At the beginning of a round the draft reads a window of `width` tokens: `steps.again` tokens that it has read before
-    and those emitted since, which are the first `last + 1` of `tokens`, then dummies; and for each the target's state,
-    for drafts that read states. At the end of a round its candidates are dropped from the draft's cache.
+    At the beginning of a round the draft reads a window of `width` tokens: `steps.again` tokens that it has read
+    before, the tokens emitted since, the latest of which has index `last`, then dummies. With each token a draft that
+    reads states gets the target's state at the token before. After a round the draft's cache drops all candidates.
 
     Example: the sequence ends with 6, and a round of three candidates 7 8 9 emits 7 8 4. The next window is 7 8 4 and
     a dummy, and the target's states in it are those at 6, 7, 8 and 9.
 
     Args:
         steps: the draft's steps.
-        shapes: all shapes that rounds may have.
-        rows: number of rows of the batch.
+        shapes: all shapes that rounds may have; `nodes` is the largest number of candidates.
+        rows: number of rows of the batch, `texts` below.
         spare: room in the window for tokens of rounds without candidates.
         target: the sequences in the target's cache.
         greedy: if true, q is not stored.
 
     Attributes:
-        candidates, parents: `[texts, nodes]`, of the latest round; the root is node 0, the first candidate node 1.
-            Of chains no parents.
+        candidates, parents: `[texts, nodes]`, of the latest round. `parents`, unused for chains, are 0 for the root, 1
+            for the first candidate, ...
         ancestors: `[texts, nodes + 1, nodes + 1]` bool, in trees the ancestors of each node, itself included.
         q: `[texts, nodes, vocab]`, distributions of the first child of the root and of each node above the last level:
             in chains, of each candidate; `None` if greedy.
@@ -164,8 +164,8 @@ class CapturedDraft:
     def begin_texts(self, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """Read new sequences except their last tokens, which remain for the first window.
 
-        `tokens`: `[texts, n]`, the first `padding` `[texts]` of them hidden; `states`: `[texts, n, size]`, the target's
-        before each token."""
+        `tokens`: `[texts, n]`, the first `padding` `[texts]` of them hidden; `states`: `[texts, n, size]`, for each
+        token the target's state at the token before, or `None`."""
         (texts, count), again = tokens.shape, self.steps.again
         self.context.begin_text(torch.Size((texts, 1)) if texts > 1 else None)
         self.alive.fill_(1)
@@ -194,11 +194,11 @@ class CapturedDraft:
         self.context.cache = None
 
     def record_lengths(self, emitted: int, drafted: bool) -> None:
-        """Update `pending` after a round with at most `emitted` tokens. `drafted`: whether the window was read."""
+        """Update `pending` after a round. `emitted`: most tokens of a sequence; `drafted`: whether the draft read."""
         self.pending = emitted + (min(self.pending, self.steps.again) if drafted else self.pending)
 
     def continue_with(self, active: Sequence[int]) -> None:
-        """Mark all other sequences as ended."""
+        """Mark all sequences as ended except those with the indices `active`."""
         self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.alive))]))
 
     def calibrate(self, rates: AcceptanceRates | None) -> None:
@@ -211,7 +211,8 @@ class CapturedDraft:
     # The captured functions ------------------------------------------------------------------------------------------
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Draw all levels, and find where the rule stops. `text`: `[texts, n]`, the prefixes for processors."""
+        """Draw all levels, and count the candidates up to the stop of the rule. `text`: `[texts, n]`, prefixes, if a
+        processor depends on them."""
         cache = self.context.cache
         before = cache.length.clone()
         depths = depths_of(shape, self.device)[1:] - 1
@@ -280,7 +281,7 @@ class CapturedDraft:
         self.count.fill_(nodes)
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw the level below m nodes, with `DraftStep.scores` `[texts, m, vocab]` and `values` `[texts, m]`."""
+        """Draw the level below m nodes by `DraftStep.scores` `[texts, m, vocab]`. `values`: `[texts, m]`, survival."""
         q = step.scores if rules.greedy else step.q
         # [texts, m, width], in order
         tokens = (q if rules.greedy else q / exponential(*q.shape, device=self.device)).topk(width).indices
@@ -337,8 +338,8 @@ class CapturedDraft:
 
 
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
-    """Prefixes `[texts, m, length + n]` of m nodes, for processors: `text` `[texts, length]`, then the candidates
-    `[texts, n]` that a node has `seen` `[texts, m, n]`, and the last token of `text` instead of all others."""
+    """Prefixes `[texts, m, length + n]` of m nodes, for processors: `text` `[texts, length]`, then the `candidates`
+    `[texts, n]`, where those that a node has not `seen` `[texts, m, n]` are replaced by the last token of `text`."""
     count = seen.shape[1]
     path = torch.where(seen, candidates[:, None], text[:, -1:, None])
     return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

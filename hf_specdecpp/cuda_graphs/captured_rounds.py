@@ -3,8 +3,7 @@
 The graph contains the draft's steps, the target's pass, the verification and the input of the next round. If logits
 processors of the target cannot be captured, the verification is a graph of its own, and the host calls the processors
 in between. Decisions of the host in other rounds, such as where the stopping rule ends the draft, are computed on the
-device (`on_device`).
-"""
+device (`on_device`)."""
 
 from __future__ import annotations
 
@@ -29,14 +28,15 @@ from hf_specdecpp.trees.verification import outcomes
 
 TIMED_ROUNDS = 3  # of a shape; the fastest one counts
 HEADER = 4  # numbers in a report before the candidates
-# Processes the scores `[n + 1, vocab]` float32 of a sequence, after the root and after the n candidates of a tree.
+# Runs the target's processors: (a sequence's index, its tree of n candidates, scores `[n + 1, vocab]` float32 after the
+# root and each candidate) -> processed scores.
 Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
 
 class Accepted(NamedTuple):
     """A verification's result: number `accepted` `[texts]`, next `token` `[texts]` (-1: none can be drawn), `last`
-    accepted node `[texts]` (0: the root), in trees `path` `[texts, levels]`: indices from 0 of the accepted
-    candidates, then arbitrary ones."""
+    accepted node `[texts]` (0: the root), in trees `path` `[texts, levels]`: the accepted candidates, 0 being the first
+    candidate of the round, then arbitrary ones."""
 
     accepted: Tensor
     token: Tensor
@@ -45,7 +45,8 @@ class Accepted(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """A sequence's round, as read by the host: submitted candidates, accepted nodes, next token, estimates."""
+    """A sequence's round, as read by the host: `tree` of submitted candidates, `path` of accepted nodes (1 is the first
+    candidate), next `token`, and for chains the uncalibrated `estimates` (of trees they are in `tree`)."""
 
     tree: DraftTree
     path: list[int]
@@ -58,8 +59,7 @@ class CapturedRounds:
 
     Example: the sequence ends with 6. The graph drafts 7 8 9 and submits all three. The target reads 6 7 8 9,
     accepts 7 and 8, draws 4, and prepares both models for the next round, which begins with 4. The host reads the
-    report (2 accepted, next token 4, last node 2, 3 submitted, 7 8 9) and emits 7 8 4.
-    """
+    report (2 accepted, next token 4, last node 2, 3 submitted, 7 8 9) and emits 7 8 4."""
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
         self.passes, self.draft = passes, draft
@@ -67,12 +67,12 @@ class CapturedRounds:
         texts = len(draft.last)
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
-            # Accepted, the next token, the last candidate; submitted, candidates, their parents, bits of estimates.
+            # Number accepted, next token, last accepted node, number submitted; candidates, parents, bits of estimates.
             self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.long, device=passes.device)
             self.host_report = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
                 self.host_report = self.host_report.pin_memory()
-        self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes in separate graphs
+        self._outputs: dict[RoundShape, list[Tensor]] = {}  # of `_pass`, if the verification is another graph
         self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
         self._warper_numbers: list[Tensor] = []  # `Warpers.numbers`, at fixed addresses
         self._rules: dict[Hashable, int] = {}  # a number for each key of rules: comparing keys takes long
@@ -93,14 +93,15 @@ class CapturedRounds:
         texts, tokens, padding = map(with_rows, (texts, tokens, padding))
         self.token.copy_(texts[:, -1:])
         self._text, self._has_begun = texts, False
-        # Number of tokens in the prefixes for processors that are not in the target's cache.
+        # Number of tokens of the prefixes for processors that are not in the target's cache.
         self._ahead = texts.shape[1] - self.passes.context.num_tokens
         self.draft.begin_texts(tokens, None if states is None else with_rows(states), padding)
         if len(self._active) < len(texts):
             self.draft.continue_with(self._active)
 
     def _fix_warpers(self, rules: RoundRules) -> None:
-        """Copy `Warpers.numbers` (temperature, top-p, ...) to tensors that graphs read, and let `Warpers` use these."""
+        """Copy `Warpers.numbers` (temperature, top-p, ...) to tensors that graphs read, and let `Warpers` use these.
+        Also give the rules a number for the keys of graphs."""
         if (key := rules.key) not in self._rules and len(self._rules) >= MOST_GRAPHS:
             self.graphs.family.clear()
             self._rules.clear()
@@ -120,8 +121,8 @@ class CapturedRounds:
             self.draft.continue_with(self._active)
 
     def propose(self, shape: RoundShape, length: int, process: Process | None) -> None:
-        """Launch the round. `length`: tokens of the longest sequence; `process`: processors of the target that are not
-        captured in the rules; not stored, because it refers to the target."""
+        """Launch the round. `length`: tokens of the longest sequence; `process`: runs the target's processors, if these
+        cannot be captured; not stored, because it refers to the target."""
         self.passes.context.num_tokens = length - self._ahead
         self._grow_caches(shape)
         self._launch(shape, process)
@@ -134,7 +135,7 @@ class CapturedRounds:
         return reports
 
     def _read_report(self) -> dict[int, list[Any]]:
-        """The rows of the active sequences."""
+        """Wait for the round: the report's row of each active sequence, by the sequence's index."""
         self.host_report.copy_(self.report, non_blocking=True)
         self._wait()
         first = HEADER + 2 * self.draft.nodes

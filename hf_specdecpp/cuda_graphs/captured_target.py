@@ -27,7 +27,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
 
-AHEAD = 512  # tokens: a sequence's first cache has room for those expected, but at most for 512 more than the prompt
+AHEAD = 512  # tokens: a first cache has room for the prompt and the expected tokens, at most for twice the prompt + 512
 
 # For each target its identity at the capture, and the captured passes.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()
@@ -80,7 +80,7 @@ class CapturedTarget:
         differently at some widths. Returns the reason if logits differ, else `None`. Checked widths are skipped.
 
         Args:
-            texts: `[1, length]` each: the sequences of `begin_texts`, with the unread last tokens.
+            texts: `[1, length]` each: the sequences of `begin_texts` and their last tokens, which are not cached.
             own: a function that runs the target itself over the last token of each sequence and further tokens
                 `[texts, n]`, rolls back, and returns logits `[texts, n, vocab]`.
         """
@@ -134,12 +134,11 @@ class CapturedTarget:
             self._watched[self._reads] = seen
 
     def read(self, tokens: Tensor, tree: Sequence[Tensor] | None = None) -> Any:
-        """A captured pass over `tokens` `[1, n]`: a chain, or a `tree` of `ancestors` `[width, width]` and `depths`
-        `[width]`.
+        """A captured pass over `tokens` `[1, n]`, a chain or a tree. `tree`: ancestors `[width, width]` and depths
+        `[width]`, dummies included.
 
-        Returns `logits` `[1, n, vocab]` and watched `states` `[1, n, size]`, which the next pass overwrites. Raises
-        `CannotCaptureError` if the first pass cannot be captured; then no token has been read.
-        """
+        Returns `logits` `[1, n, vocab]` and watched `states` `[1, n, size]`, which the next pass overwrites. A pass
+        that cannot be captured runs directly, or raises `CannotCaptureError` if no width is `checked` yet."""
         count = tokens.shape[1]
         key = width, is_tree, _ = width_of(count), tree is not None, self._reads
         cache = self.context.with_capacity(self.context.num_tokens + width)
@@ -171,7 +170,7 @@ class CapturedTarget:
         return [outputs.logits, *(seen[place] for place in range(len(seen)))]
 
     def commit(self, count: int, path: PathRows | None = None) -> None:
-        """Commit the first `count` tokens of the latest pass, or in a tree of its accepted `path`."""
+        """Commit `count` tokens of the latest pass: the first ones, or in a tree the first ones of the `path`."""
         if path is not None and num_in_place(path.rows[:count]) < count:
             self.move(path.on_device[:count])
         if count:
@@ -204,13 +203,13 @@ class CapturedTarget:
 
 def some_tokens(ids: Tensor, count: int) -> Tensor:
     """`[1, count]` tokens for a comparison: the last four of a sequence `[1, length]`, the last one first, repeated.
-    Earlier ones may be of an image."""
+    Earlier tokens are not used, because they may be placeholders of an image."""
     latest = ids[:, -4:].flip(1)
     return latest.repeat(1, -(-count // latest.shape[1]))[:, :count]
 
 
 def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """The difference between the logits `[..., vocab]` of a captured pass and the expected ones, if above tolerance.
+    """In words, how the logits `[..., vocab]` of a captured pass differ from the expected; `None` within tolerance.
 
     In half precision the median over tokens counts, because a router may choose other experts at single tokens."""
     expected = expected.double()

@@ -14,8 +14,8 @@ from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 
 class Window(NamedTuple):
     """Input of a draft at the beginning of a round: `tokens` `[texts, n]`, the last ones of each sequence, then
-    dummies; `states` `[texts, n, size]`, the target's before each token, or `None`; `last` `[texts]`, the index of each
-    sequence's last token."""
+    dummies; `states` `[texts, n, size]`, for each token the target's state at the token before, or `None`; `last`
+    `[texts]`, the index in `tokens` of each sequence's last token."""
 
     tokens: Tensor
     states: Tensor | None
@@ -23,8 +23,8 @@ class Window(NamedTuple):
 
 
 class DrawnLevel(NamedTuple):
-    """A level drawn after a step and read in the next: `tokens` and `parents` (indices in the level above) `[texts,
-    width]`; `seen` `[texts, width, n]` bool, the round's nodes that each node attends to. Chains have neither."""
+    """A level drawn after a step and read in the next: `tokens` `[texts, width]`, and in trees `parents` of that shape
+    (indices in the level above), and `seen` `[texts, width, n]` bool, the round's nodes that each node attends to."""
 
     tokens: Tensor
     parents: Tensor | None = None
@@ -72,7 +72,7 @@ class RoundSteps(ABC):
 
     @abstractmethod
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
-        """Read the window, then each level that is sent. `depths`: `[n]`, the level of each node of the round, from 0.
+        """A generator that reads the window, then each level sent. `depths`: `[n]`, level of each candidate, from 0.
         `cache` contains the sequence before the window; the caller restores its length."""
 
     def read(self, cache: FixedCache, window: Window) -> None:

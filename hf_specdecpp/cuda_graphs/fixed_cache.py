@@ -19,8 +19,8 @@ from hf_specdecpp.caches.masks import CachedPrompt, Nodes, inputs_in_place, span
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.models.causal_lm import CausalLM
 
-MIN_CAPACITY, LARGE_CAPACITY = 256, 8192  # tokens; larger caches are multiples of the second
-SHARE, KEPT_SHARE = 0.25, 0.75  # of the free memory, the most for all fixed caches; of it what remains after drops
+MIN_CAPACITY, LARGE_CAPACITY = 256, 8192  # tokens; capacities above the second are its multiples
+SHARE, KEPT_SHARE = 0.25, 0.75  # share of free memory for all fixed caches; the share of it that drops leave in use
 
 
 class FixedLayer(CacheLayerMixin):
@@ -97,7 +97,7 @@ class FixedCache(Cache):
         device: the model's device.
         positions: shape `[..., texts, 1]` of the position ids of a token, if prompts may be padded or have special
             position ids; by default one sequence without these.
-        spare (tokens): rows of layers with a window beyond the window: the most that a pass writes.
+        spare (tokens): further rows of layers with a window: the most that a pass writes.
 
     Attributes:
         text: number of the latest text in the cache (`Budget.text`).
@@ -140,7 +140,9 @@ class FixedCache(Cache):
         return part
 
     def move(self, rows: Tensor) -> None:
-        """Move the latest pass's rows `rows` `[texts, n]`, ascending, to the first rows after the committed tokens."""
+        """Move `rows` `[texts, n]`, ascending, of the latest pass to the first rows after the committed tokens.
+
+        Example: 10 tokens are committed. Rows 0, 2 and 3 of the pass move from 10, 12, 13 to 10, 11, 12."""
         begin = self.length[:, None]
         goal, source = span(rows.shape[1], rows.device) + begin, rows + begin
         places = {self.capacity: (goal, source)} | {each: (goal % each, source % each) for each in self._of_windows}
@@ -150,7 +152,7 @@ class FixedCache(Cache):
                 each.scatter_(-2, _of_heads(goal, each), each.gather(-2, _of_heads(source, each)))
 
     def rows(self, first: int, last: int) -> list[Tensor]:
-        """Views of keys and values of all layers, from row `first` to before row `last`; all rows of a window."""
+        """Views of keys and values of all layers: rows from `first` to before `last`, or all rows of a window."""
         return [each[:, :, first:last] if each.shape[2] == self.capacity else each for each in self.tensors]
 
     def tokens_of(self, capacity: int, length: Tensor) -> Tensor:
@@ -194,8 +196,8 @@ class FixedCache(Cache):
             self.prompt.offset.copy_(smaller.prompt.offset)
 
     def read(self, cache: Cache, num_tokens: int) -> None:
-        """Copy all `num_tokens` tokens of a growing cache, which may have fewer texts; in layers with a window only
-        those that the growing cache still holds."""
+        """Copy all `num_tokens` tokens of a growing cache, which may have fewer texts, into this one; in layers with a
+        window only those that the growing cache still holds."""
         self.length.fill_(num_tokens)
         theirs: list[Any] = cache.layers
         for ours, layer in zip(self.layers, theirs, strict=True):
@@ -236,7 +238,7 @@ class Budget:
     """Bounds the memory of all fixed caches of a target and its drafts.
 
     Args:
-        device: the most bytes are a share of what is free there now; infinite without CUDA.
+        device: caches may take the share `SHARE` of the memory that is free there now; without CUDA any memory.
         forget: destroys all graphs, which may refer to dropped caches.
 
     Attributes:
@@ -249,8 +251,8 @@ class Budget:
         self.owners: WeakSet[FixedContext] = WeakSet()
 
     def make_room(self, needed: float) -> None:
-        """Drop the least recently used caches if `needed` further bytes do not fit, and some more than needed, because
-        all graphs are captured again."""
+        """Drop the least recently used caches if `needed` further bytes do not fit. More than necessary are dropped, so
+        that this is rare: it also destroys all graphs, which have to be captured again."""
         old = [(cache.text, id(cache), key, owner) for owner in self.owners for key, cache in owner.made.items()]
         old = sorted(each for each in old if each[0] < self.text)
         used = needed + sum(owner.num_bytes for owner in self.owners)
@@ -269,7 +271,7 @@ class FixedContext:
     Attributes:
         made: the caches, by capacity, `positions` and `spare`.
         cache: that of the current sequence; `None` before the first `with_capacity`, and once it is freed.
-        num_tokens: `cache.length`, on the host.
+        num_tokens: the largest `cache.length`, on the host.
         positions, spare: as for `FixedCache`; `spare` is 0 if no layer has a window.
     """
 
@@ -281,7 +283,7 @@ class FixedContext:
         self.begin_text(None)
 
     def set_width(self, num_tokens: int) -> None:
-        """Called before a sequence, with the most tokens of its passes."""
+        """Called before a sequence. `num_tokens`: tokens of its largest pass."""
         self.spare = width_of(num_tokens) if any(map(math.isfinite, self.windows)) else 0
 
     def begin_text(self, positions: torch.Size | None) -> None:
@@ -294,7 +296,7 @@ class FixedContext:
         return self.cache.capacity, self.positions, self.spare
 
     def with_capacity(self, num_tokens: int) -> FixedCache:
-        """The cache, first copied to a larger one if its capacity is below `num_tokens`."""
+        """The sequence's cache, first copied to a larger one if its capacity is below `num_tokens`."""
         if (smaller := self.cache) is None or smaller.capacity < num_tokens:
             larger = self.empty(num_tokens)
             if smaller is not None:
@@ -304,7 +306,7 @@ class FixedContext:
         return cache
 
     def empty(self, num_tokens: int) -> FixedCache:
-        """The smallest cache for `num_tokens` tokens, emptied; made if missing."""
+        """An empty cache of `capacity_for(num_tokens)`, made if missing."""
         key = capacity_for(num_tokens), self.positions, self.spare
         if key not in self.made:
             for made in self.made.values():
@@ -352,13 +354,13 @@ def with_rows(per_text: Tensor, dim: int = 0) -> Tensor:
 
 
 def windows_of(text_config: Any) -> list[float] | None:
-    """Number of tokens that each layer of a model attends to; `None` if some layers are not attention."""
+    """Tokens that each layer attends to, infinitely many without a window; `None` if some layers are not attention."""
     layers = DynamicCache(config=text_config).layers
     return None if other_layers(layers) else [getattr(layer, "sliding_window", math.inf) for layer in layers]
 
 
 def why_not_copied(cache: object) -> str | None:
-    """Why the tokens of a cache, after the prompt, cannot be copied to a `FixedCache`; `None` if they can."""
+    """Why the tokens of a cache that has read a prompt cannot be copied to a `FixedCache`; `None` if they can."""
     if type(cache) is not DynamicCache:
         return f"the text is in a {type(cache).__name__}"
     layers: list[Any] = cache.layers

@@ -34,8 +34,7 @@ def identity(*parts: object, by_value: bool = False) -> list[Hashable]:
     functions, settings of PyTorch. If two descriptions are equal, a graph of one is valid for the other.
 
     Args:
-        by_value: describe tensors by their numbers, not by their addresses, to compare two objects.
-    """
+        by_value: describe tensors by their contents, not by their addresses, to compare two objects."""
     walk = ObjectWalk(by_value)
     walk.go((torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *parts))
     return [*_kernels(), *walk.found]

@@ -21,7 +21,7 @@ from hf_specdecpp.models.early_exit import copy_sharing
 from hf_specdecpp.models.foreign import package_of
 
 NORM, PIECE = "RMSNorm", "MLP"  # ends of class names of norms, and of modules that are compiled
-ROTARY = "apply_rotary_pos_emb"  # its name in transformers' modules
+ROTARY = "apply_rotary_pos_emb"  # name of the function of rotary embeddings in transformers' modules
 
 
 def grouped_attention(
@@ -39,8 +39,9 @@ def grouped_attention(
     passes with a mask, and transformers copies all rows of a fixed cache in each layer.
 
     Example: 12 query heads share 2 heads of keys and values. Four tokens are read as 24 queries of each of these heads.
-    The mask is boolean `[batch, 1, tokens, cached tokens]`, or from `caches.masks.as_mask`.
-    """
+
+    Args:
+        attention_mask: bool `[batch, 1, tokens, cached tokens]`, or from `caches.masks.as_mask`."""
     if any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     batch, heads, tokens, _ = query.shape
@@ -64,7 +65,7 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
     The original is not changed, so that other threads may use it.
 
     Args:
-        others: modules that the model refers to without having registered them, as in `copy_sharing`.
+        others: `model.model`, if the model refers to it without having registered it as a submodule.
         fuse: compile MLPs and rotary embedding in captures, each once for all layers. Takes some seconds for each new
             width.
     """
@@ -103,8 +104,8 @@ def _eps(module: Any) -> Any:
 
 @torch.no_grad()
 def _use_fast_norm(module: Any) -> None:
-    """Let a norm of a copy run the fast function that computes the same, if there is one. They are compared on two
-    tokens, the first of the size of epsilon's root."""
+    """Let a norm of a copy run the fast function that computes the same, if there is one. Results are compared on two
+    tokens, of which the first has a mean square near epsilon."""
     weight, eps = module._parameters.get("weight"), _eps(module)
     forward = type(module).forward
     is_known = package_of(forward) == "transformers" and "forward" not in vars(module)
@@ -120,7 +121,8 @@ def _use_fast_norm(module: Any) -> None:
 
 
 def _fuse(module: nn.Module) -> None:
-    """Let a module of a copy run compiled pieces, in captures only: other passes have any number of tokens."""
+    """Let an MLP or a module with rotary embeddings run compiled, in captures only: other passes may have any number of
+    tokens, and each would be compiled."""
     forward = type(module).forward
     if "forward" in vars(module):  # replaced by other code
         return
@@ -139,7 +141,7 @@ def _fuse(module: nn.Module) -> None:
 
 
 def _compiling(function: Any, place: int) -> Any:
-    """A function that in captures runs compiled, for the shape of argument `place` without its first axis."""
+    """`function`, but compiled while graphs are captured, for each shape of argument `place` without its first axis."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return (_compiled(function, args[place].shape[1:]) if is_capturing() else function)(*args, **kwargs)

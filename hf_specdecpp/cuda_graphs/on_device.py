@@ -2,8 +2,7 @@
 
 All functions take several sequences (`texts`). Each has n nodes, ordered by level, with an equal number in each level,
 one in chains. Of a chain only the first `count` nodes, up to the stop of the rule, are candidates; the others are
-ignored. `verification.outcomes` contains the tests of chains.
-"""
+ignored. The tests of chains are in `trees.verification.outcomes`."""
 
 from __future__ import annotations
 
@@ -30,16 +29,15 @@ def exponential(*shape: int, device: torch.device) -> Tensor:
 
 
 def num_drawn(weights: Tensor, greedy: bool) -> Tensor:
-    """Number `[texts]` of candidates before the first that could not be drawn, by the largest of its `weights` `[texts,
-    k]`, scores if `greedy`: q is NaN or all tokens are excluded."""
+    """Number `[texts]` of candidates before the first that could not be drawn: its q is NaN, or no token is allowed.
+    `weights`: `[texts, k]`, for each candidate its own weight, the largest of all tokens; its score if `greedy`."""
     return (weights > (float("-inf") if greedy else 0.0)).cumprod(-1).sum(-1)
 
 
 def count_until(fires: Tensor) -> Tensor:
     """Number `[...]` of candidates up to the first true position of `fires` `[..., k]`, included; k if there is none.
 
-    Example: 2 for [0, 1, 0, 1], and 2 for [0, 0].
-    """
+    Example: 2 for [0, 1, 0, 1], and 2 for [0, 0]."""
     return ((fires.cumsum(-1) == 0).sum(-1) + 1).clamp_max(fires.shape[-1])
 
 
@@ -73,12 +71,11 @@ def slot_values(values: Tensor, chances: Tensor) -> Tensor:
 def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False) -> Tensor:
     """The slots of highest value below the nodes of a level, `[texts, width]`: slot j of node i has index i * c + j.
 
-    The value of a slot does not depend on the slot's own token, and values that do depend on this token are not larger.
-    So the choice of a slot does not depend on its token (invariant of DySpec, section 4.1). For a greedy target, where
-    nothing is drawn, the acceptance of the slot's own token counts too. Arguments as in `slot_values`.
+    The value of a slot does not depend on the slot's own token, and slots whose values do depend on this token have no
+    larger values. So the choice of a slot does not depend on its token (invariant of DySpec, section 4.1). For a greedy
+    target, where nothing is drawn, the acceptance of the slot's own token counts too. Arguments as in `slot_values`.
 
-    Example: with the values 0.9, 0.18, 0.1 and 0.07 of `slot_values` and width 3, returns 0, 1 and 2.
-    """
+    Example: with the values 0.9, 0.18, 0.1 and 0.07 of `slot_values` and width 3, returns 0, 1 and 2."""
     slots = slot_values(values, chances)
     if greedy:  # siblings are chosen in order
         slots = (slots * chances).cummin(-1).values

@@ -31,8 +31,8 @@ FEW = 5  # sequences generated before the first trials of chain lengths
 # of the target's weights. In draft steps: a token that the draft reads among many, or a further node of its pass.
 WIDER_ON_CPU, WIDER, LAYERS, BESIDE, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.8, 0.015, 0.03, 0.1
 TRUST = 3.0  # rounds of a sequence with the weight of all earlier ones
-MOST_CHANGE = 2.0  # factor per sequence: captures and a sleeping machine are no costs of a round
-MOST_READ = 32  # tokens that the draft reads first; drafting after more of them is not used as a time
+MOST_CHANGE = 2.0  # largest factor per sequence, because a time may include a capture or a sleep of the machine
+MOST_READ = 32  # tokens that the draft reads first; a draft after more of them is not timed
 EXPECTED = 0.1  # largest relative difference of a time that confirms a cost (of the logarithms)
 SHORT = 7  # bits of the largest short sequence length, 127 tokens
 
@@ -48,7 +48,7 @@ class KnownCosts:
     Args:
         first: costs before any round was timed.
         form: computes the costs for a rule from those of passes by width: for batches a row's share, for padded passes
-            the padded width (`Rounds.formed`).
+            those of the padded width (`Rounds.formed`).
         is_assumed: whether `first` is assumed, in passes over one token. After the first sequence costs are in seconds.
         follows: whether rounds correct the costs; `False` for given ones.
     """
@@ -79,7 +79,7 @@ class KnownCosts:
         return self._formed[kind]
 
     def update(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Correct the costs after a sequence. Returns length class and width of passes that confirmed their cost."""
+        """Correct the costs after a sequence. Returns (length class, width) of the passes that confirmed their cost."""
         taken: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
             return taken
@@ -108,10 +108,10 @@ class Rounds:
     target: CausalLM
     drafter: Draft
     estimator: Estimator
-    most: int  # candidates of a round
+    most: int  # the most candidates of a round
     trees: bool = False  # otherwise chains
     rows: int = 1  # of the batch
-    passes: str = "growing"  # or "captured" for target passes of padded width
+    passes: str = "growing"  # or "captured" for captured target passes, whose width is padded
     mixes: bool = False  # whether the draft's logits are mixed with the target's latest choices
     products: str = "own"  # allowed kinds of matrix multiplication (`DraftSetup.described_products`)
     times: ProductTimes | None = None  # measured seconds of the target's large layers, if any
@@ -178,13 +178,13 @@ def costs_of(rounds: Rounds) -> KnownCosts:
 
 
 def forget_costs() -> None:
-    """Delete all costs; later rounds are timed again."""
+    """Delete all measured costs; the next sequence begins with assumed ones."""
     _known.clear()
 
 
 @contextmanager
 def without_known_costs() -> Iterator[None]:
-    """Context in which there are no measured costs; at the end the earlier costs are restored."""
+    """Context that begins without measured costs; at the end the earlier costs are restored."""
     before = dict(_known)
     _known.clear()
     try:
@@ -225,11 +225,10 @@ class DraftWork:
 @dataclass
 class RoundTimes:
     """Times of the rounds of one sequence, each in two parts: drafting, and the rest, which is the cost of a pass of
-    the round's width. So the cost of a pass includes verification.
-    """
+    the round's width. So the cost of a pass includes verification."""
 
     clock: Callable[[], float]  # returns seconds (`clocks.computing_clock`)
-    # By length class and width, seconds of rounds without drafting; by length class, the draft's work and its seconds.
+    # By length class and width, seconds of the rest of each round; by length class, the draft's work and its seconds.
     passes: dict[int, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(partial(defaultdict, list)))
     drafts: dict[int, list[tuple[DraftWork, float]]] = field(default_factory=partial(defaultdict, list))
 
@@ -244,7 +243,7 @@ class RoundTimes:
         self._drafting = drafting if drafting is not None and drafting.read <= MOST_READ else None
 
     def end(self, length: int, width: int) -> None:
-        """Called after a round. `length`: the sequence's before it; `width`: tokens in the pass, dummies included."""
+        """Called after a round. `length`: the sequence's before the round; `width`: the pass's, dummies included."""
         kind = length_class(length)
         self.passes[kind][width].append(self.clock() - self._drafted)
         if self._drafting is not None and self._drafting.steps:
@@ -252,13 +251,13 @@ class RoundTimes:
 
 
 def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int]:
-    """Widths whose median time is within about 10 % of the cost."""
+    """Widths whose typical time is within about 10 % of the cost. `passes`: as in `corrected`."""
     verify, taken = costs.verify_seconds(max(passes, default=1) - 1), taken_by(passes)
     return [width for width, seconds in taken.items() if abs(math.log(seconds / verify[width - 1])) < EXPECTED]
 
 
 def taken_by(passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Typical seconds by width (`clocks.typical`), without widths whose times the clock cannot resolve."""
+    """Typical seconds of each width (`clocks.typical`), except widths whose times the clock cannot resolve."""
     return {width: seconds for width, each in passes.items() if (seconds := typical(each)) is not None}
 
 
@@ -290,8 +289,8 @@ def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Seque
     (n + 3) is 3/4, so the new cost is 30 * (2/3) ** 0.75 = 22 ms for 2 tokens and 7.4 ms for 1 token.
 
     Args:
-        passes: by width, seconds of rounds without drafting.
-        drafts: the draft's work and its seconds, for each round.
+        passes: by width, the seconds of each round except those of drafting.
+        drafts: for each round with drafting, the draft's work and its seconds.
     """
     verify = costs.verify_seconds(max(max(passes, default=0), len(costs.verify)) - 1).tolist()
     changes = {width: _log_ratio(seconds, verify[width - 1]) for width, seconds in taken_by(passes).items()}
@@ -331,7 +330,7 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[DraftWork, float]])
 
 
 def _share(rounds: int) -> float:
-    """Weight of so many new rounds."""
+    """Weight of so many new rounds relative to all: 1/2 for 3 (`TRUST`), 3/4 for 9."""
     return rounds / (rounds + TRUST)
 
 

@@ -42,7 +42,7 @@ class Learned:
 @dataclass
 class LearnedOfLookups:
     """Statistics of lookups: acceptance rates of candidates, and choices between lookup and draft by kind of tree, rows
-    of the batch, whether there is a draft, and whether costs are assumed (in passes)."""
+    of the batch, whether there is a draft, and whether costs are assumed (and so in passes, not in seconds)."""
 
     rates: LookupRates = field(default_factory=LookupRates)
     choices: dict[tuple[str, int, bool, bool], Choice] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Memory:
 
     Attributes:
         answers: earlier answers, in which lookups search (`lookup="history"`).
-        successors: by target, its latest choices after each token (`Decisions.draft_successors`).
+        corrections: by target, its latest choices after each token (`Decisions.draft_successors`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -82,7 +82,7 @@ class Memory:
         forget_product_times()
 
     def calibrations(self) -> dict[str, list[float]]:
-        """By `"sampled"` and `"greedy"`, the fitted line with most tested candidates, else the given `calibration`."""
+        """For `"sampled"` and `"greedy"` the line fitted to most tested candidates, else that of `calibration`."""
         found = {mode: list(line) for mode, line in self.calibration.items()}
         everything = [each for of_target in self.learned.values() for each in of_target.values()]
         for each in sorted(everything, key=lambda each: each.rates.judged):

@@ -45,7 +45,7 @@ class PassTimes:
 
     def __init__(self) -> None:
         self._latest: deque[Pass] = deque(maxlen=KEPT)
-        self._beside: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=ENOUGH))  # by rows
+        self._beside: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=ENOUGH))  # of separate passes, by rows
         self._rounds = 0  # since the latest separate pass
         self._products: Callable[[], FasterProducts | None] = lambda: None  # must not keep a target alive
         self._copies, self._saved = 0, 0.0  # number of copies; CPU seconds saved per pass over one token

@@ -4,8 +4,7 @@ stopping rule `Throughput`).
 A plan learns from rounds: their costs (`KnownCosts`), how often candidates are accepted (`AcceptanceRates`), and tokens
 per second of rounds with candidates (`Ledger`). Costs change between sequences only, so within a sequence no decision
 depends on a clock. Drafting continues while the expected tokens of a further candidate exceed the rate, in tokens per
-second, times its seconds. Derived in `docs/throughput.md`.
-"""
+second, times its seconds. Derived in `docs/throughput.md`."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class Plan:
         ledger: tokens and time of rounds with candidates.
         rounds: number of rounds with candidates.
         rate: tokens per second of rounds with candidates.
-        trials: chain lengths that the next rounds of the sequence try; `requested`: those of the next sequence.
+        trials: chain lengths that the next rounds of the sequence try; `requested`: if set, those of the next sequence.
     """
 
     least_gain, tries_to = LEAST_GAIN, MOST_CANDIDATES
@@ -64,7 +63,7 @@ class Plan:
         self._kind = 0  # the sequence's length class
         self.requested, self.trials = list[int](), list[int]()
         self._texts, self._is_new = 0, True  # number of sequences; whether the current one has had no round
-        self._confirmed: dict[tuple[int, int], int] = {}  # by length class and width: the latest sequence
+        self._confirmed: dict[tuple[int, int], int] = {}  # by (length class, width): number of the latest such sequence
         self._is_stale = True  # whether `_fit` has to run
         self._use_costs(known.at(0))
         self._fit_if_stale()
@@ -93,7 +92,8 @@ class Plan:
         self._texts, self._is_new, self.trials = self._texts + 1, True, []
 
     def set_length(self, length: int) -> None:
-        """Use the costs at this sequence length; called before each round. The first may begin trials."""
+        """Called before each round: use the costs at this sequence length. A sequence's first round, and the first in
+        another length class, may begin trials."""
         kind = length_class(length)
         is_new = self._is_new or kind != self._kind
         self._is_new, self._kind = False, kind
@@ -105,8 +105,8 @@ class Plan:
 
     def _trial_lengths(self) -> list[int]:
         """Chain lengths to try: not confirmed in the last 16 sequences, and faster than now if their pass took the time
-        of the cheapest. At most two, the best first, two rounds each; length 0, to which all are compared, comes first
-        unless the gain is clear. Empty for the first five sequences."""
+        of the cheapest pass. At most two, the best first, two rounds each. Length 0, to which all are compared, comes
+        first unless the gain is clear. Empty for the first five sequences."""
         if self.known.are_new:
             return []
         promise = self.tokens() / (self.seconds - self.verify + self.verify.min())
@@ -155,7 +155,7 @@ class Plan:
         return self.most > 0 and (self.pays or self.credit * self.plain >= self._price(unread))
 
     def _price(self, unread: int) -> float:
-        """Seconds that a probe of one candidate costs more than a plain pass."""
+        """Seconds of a probe of one candidate, including the reading of `unread` tokens, less those of a plain pass."""
         probe = self.costs.tree_seconds(1, 1, float(self.verify[min(1, self.most)]))
         return self.costs.read * unread + probe - self.plain
 
@@ -164,7 +164,7 @@ class Plan:
         self.credit += PROBE_SHARE
 
     def _settle(self, tokens: int, candidates: int, passes: int, read: int, unread: int) -> None:
-        """Record a round with candidates: `passes` of the draft over `read` nodes, and over `unread` tokens before."""
+        """Record a round that emitted `tokens`. The draft read `unread` tokens, then in `passes` steps `read` nodes."""
         seconds = self.costs.tree_seconds(passes, read, float(self.verify[candidates])) + self.costs.read * unread
         if self.known.is_assumed:  # and uncertain: a probe is charged at least a whole pass
             seconds = max(seconds, 2.0 * self.plain)
@@ -227,14 +227,13 @@ class BatchPlan(ChainPlan):
 
     Attributes:
         unread, begins, trial: in this round: the most unread tokens of a row, whether the rows draft, and the number of
-            candidates to try, if any.
-    """
+            candidates to try, if any."""
 
     least_gain = LEAST_GAIN_IN_BATCHES
     tries_to = 0  # the draft would have to read all rows first, and wider passes cost far more
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
-        super().__init__(known, most, max(lag, 0), rates)  # all rows continue or none: none is asked before its draw
+        super().__init__(known, most, max(lag, 0), rates)  # all rows continue or none, so no estimate precedes its draw
         self.unread, self.begins = 0, True
         self.trial: int | None = None
 

@@ -34,8 +34,7 @@ def chains_up_to(most: int) -> list[RoundShape]:
 class RoundSeconds:
     """Seconds of a round of each shape on a device: medians of the latest rounds, interpolated for chains.
 
-    Example: chains of 0, 3 and 7 candidates took 4, 5 and 7 ms; 6 ms are expected for 5 candidates, 10 for 14.
-    """
+    Example: chains of 0, 3 and 7 candidates took 4, 5 and 7 ms; 6 ms are expected for 5 candidates, 10 for 14."""
 
     def __init__(self) -> None:
         self._taken: dict[RoundShape, deque[float]] = {}
@@ -47,7 +46,7 @@ class RoundSeconds:
         self._typical[shape] = median(taken)
 
     def time(self, shapes: Sequence[RoundShape], run: Callable[[RoundShape], float]) -> None:
-        """Time the chains in `TIMED` among `shapes` that have no time yet, with `run`, which returns seconds."""
+        """Time chains of `TIMED` lengths among `shapes` that have no time yet. `run`: runs a shape, returns seconds."""
         for shape in shapes:
             if shape.width == 1 and shape.levels in TIMED and shape not in self._typical:
                 self.record_round(shape, run(shape))
@@ -131,7 +130,7 @@ class FastestShapes:
         return float(tokens) * gain / self.seconds.of(shape)
 
     def _probe(self, best: RoundShape) -> list[RoundShape]:
-        """Rounds that probe another shape than the best."""
+        """The shapes of the next rounds, which probe another shape than the best; empty if there is none."""
         chains = [shape for shape in self.shapes if shape.width == 1 and shape.levels]
         options = [*self._trees, *([] if best.levels or not chains else chains[:1])]
         options = [shape for shape in options if shape != best]
@@ -156,5 +155,5 @@ ShapeChooser: TypeAlias = RuleShapes | FastestShapes
 
 
 def first_branch(tree: DraftTree, path: Sequence[int]) -> int:
-    """Number of accepted candidates on the branch of first children, the only ones of a chain."""
+    """Number of accepted candidates on the branch of first children, the chain that would have been drafted."""
     return next((place for place, node in enumerate(path) if tree.ranks[node]), len(path))

@@ -1,7 +1,6 @@
 """The growth of trees with `rule="throughput"` (`TreePlan`). Derived in `docs/throughput.md`.
 
-A level is read, and a candidate drawn, if its expected tokens exceed the rate, in tokens per second, times its seconds.
-"""
+A level is read, and a candidate drawn, if its expected tokens exceed the rate (tokens per second) times its seconds."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from hf_specdecpp.trees.growth import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
 SHAPE_MEMORY = 0.98  # weight of a round relative to the next, in the statistics of tree shapes
-FIRST_NODES = 6  # most nodes of the first tree; doubled in each later round, so that early mistakes stay small
+FIRST_NODES = 6  # most nodes of the first tree; doubled with each round, so that early mistakes stay small
 LONGEST = 20  # candidates in the expected tokens of chains; further ones add nothing
-THRESHOLDS = np.exp(-0.12 * np.arange(50))  # candidates for t, relative to the best slot's gain; down to 0.003
+THRESHOLDS = np.exp(-0.12 * np.arange(50))  # values tried for t, relative to the best slot's gain; down to 0.003
 
 
 class TreePlan(Plan, SlotValuation):
@@ -49,7 +48,7 @@ class TreePlan(Plan, SlotValuation):
 
     @property
     def most_now(self) -> int:
-        """The most nodes of the next tree: `FIRST_NODES`, doubled in each later round, up to `limit`."""
+        """The most nodes of the next tree: `FIRST_NODES`, doubled with each round with candidates, up to `limit`."""
         return min(FIRST_NODES << min(self.rounds, 10), self.limit)
 
     def rule(self, _estimator: Estimator) -> TreePlan:
@@ -65,7 +64,8 @@ class TreePlan(Plan, SlotValuation):
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
-        """Grow a tree by DySpec's Algorithm 2; gain and time decide t and the depth. `threshold`: lower bound of t."""
+        """Grow a tree by DySpec's Algorithm 2. Gain and time decide its depth and t, the least gain of a slot at which
+        a candidate is drawn. `threshold`: lower bound of t."""
         tree, usual = growth.tree, self.expected(None)
         while self.trial is not None and len(tree) < self.trial and growth.leaves:
             growth.expand([node := next(iter(growth.leaves))])
@@ -118,13 +118,14 @@ class TreePlan(Plan, SlotValuation):
     def reads(self, gains: Collection[float], others: Collection[float], size: int, level: int) -> bool:
         """Whether a draft pass over leaves of a level is worth its seconds.
 
-        `gains`: gains of their first children; `others`: gains of the open slots; `size`: nodes of the tree."""
+        `gains`: gains of the leaves' first children; `others`: gains of the open slots; `size`: nodes of the tree."""
         seconds = self.costs.level_seconds(level, len(gains))
         added = self.best_draws([*gains, *others], size)[1] - self.best_draws(others, size)[1]
         return added > self.price * seconds
 
     def best_draws(self, gains: Collection[float], size: int) -> tuple[int, float]:
-        """Number of the best slots worth drawing at, and the tokens gained, less the price of their seconds."""
+        """Number of slots worth drawing at, the best first, and the tokens gained there less the price of the seconds.
+        `size`: nodes of the tree so far."""
         best = sorted(gains, reverse=True)[: max(self.most_now - size, 0)]
         seconds = self.verify[size : size + len(best) + 1] - self.verify[size]
         net = np.cumsum([0.0, *best]) - self.price * seconds

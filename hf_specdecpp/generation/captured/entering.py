@@ -37,7 +37,7 @@ from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput.round_shapes import SPARE, TREES, FastestShapes, RoundSeconds, RuleShapes, chains_up_to
 
-MOST_KEPT = 16  # captured rounds of a target, by draft, way of sampling and number of rows
+MOST_KEPT = 16  # `CapturedRounds` that a target keeps, by draft, way of sampling and number of rows
 MOST_TEXTS = 32  # rows of a batch
 # Arguments of a forward that captured passes support.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
@@ -66,7 +66,7 @@ def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) ->
 def _parts(
     texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide, not_whole: str | None
 ) -> tuple[Drafts, RoundTarget] | str:
-    """Drafts and target that run graphs, or the reason for none. `not_whole`: why rounds are not captured whole."""
+    """Drafts and target that run graphs, or the reason for none. `not_whole`: the result of `why_not_whole`."""
     is_entered = False
     try:
         passes = captured_target(usual.model, usual.generator.setup.speculation.compile)
@@ -98,7 +98,7 @@ def _parts(
 def _copy_and_compare(
     passes: CapturedTarget, usual: TargetSide, texts: Sequence[OutputText], shapes: list[RoundShape]
 ) -> str | None:
-    """Copy the prompts to `passes`, and compare these with the target. Returns why they cannot be used, or `None`."""
+    """Copy the prompts to `passes`, and compare passes with the target's own. Returns why `passes` cannot be used."""
     passes.graphs.begin_text()
     if passes.why_not is not None or passes.graphs.why_not is not None:
         return passes.why_not or f"its pass cannot be captured ({passes.graphs.why_not})"
@@ -122,7 +122,7 @@ def _copy_and_compare(
 
 
 def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: list[RoundShape]) -> GraphDrafts:
-    """The drafts of captured whole rounds."""
+    """The drafts of captured whole rounds; graphs of earlier calls are reused (`CapturedTarget.rounds`)."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
     steps = cast(RoundSteps, generator.round_steps)  # not `None` for whole rounds

@@ -43,7 +43,7 @@ class GraphDrafts(Drafts):
     Attributes:
         process: runs the target's processors between graphs; `None` if the graphs contain all processors.
         made: number of rounds so far; the first one begins with `begin_texts`.
-        longest: length of the longest sequence for which a round may have candidates.
+        longest: length of sequences above which rounds have no candidates, unless the draft's window is full.
         placeholder: the tree of a round whose candidates the host has not read yet.
     """
 
@@ -61,7 +61,7 @@ class GraphDrafts(Drafts):
             self.rates = self.generator.learned_rates(trees=True)
 
     def begin_texts(self) -> None:
-        """Called before the first round: pass the prompts to the draft, and time rounds with unknown costs."""
+        """Called before the first round: let the draft read the prompts, and time rounds of shapes not yet timed."""
         read = [text.generator.begin_captured(text.ids, text.states) for text in self.texts]
         tokens = pad_sequence([own[0] for own, _ in read], batch_first=True, padding_side="left")
         padding = tokens.new_tensor([tokens.shape[1] - own.shape[1] for own, _ in read])
@@ -87,7 +87,7 @@ class GraphDrafts(Drafts):
         self.rounds.propose(self.shape, length, self.process)
 
     def verify(self) -> list[RoundReport]:
-        """Called by `RoundGraphs.read`: wait for the round, and return a report for each sequence."""
+        """Called by `RoundGraphs.read`: wait for the round, and return a report for each active sequence."""
         reports = self.rounds.verify(self.shape)
         if isinstance(self.chooser, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.chooser.seconds.record_round(self.shape, time.perf_counter() - self._launched)
@@ -119,7 +119,7 @@ class GraphDrafts(Drafts):
 
 
 class GraphTarget(RoundTarget):
-    """The target in captured rounds. Row i of the caches of `passes` holds sequence i of `texts`; the passes are busy
+    """The target in rounds with graphs. Row i of the caches of `passes` holds sequence i of `texts`; `passes` are busy
     until `leave`. The number of candidates is not limited.
 
     Args:
@@ -142,7 +142,7 @@ class GraphTarget(RoundTarget):
         return self.drafts, self.usual
 
     def warn(self, failure: GraphsFailedError) -> None:
-        """Record why rounds run without graphs, and warn once."""
+        """Record the failure. Warn once, or let the draft give up (`Draft.give_up`) if it can never be captured."""
         record_reason(self.texts, str(failure), f"step by step: {failure}")
         if failure.why_not_draft is not None:
             self.usual.generator.setup.drafter.give_up(failure.why_not_draft)
@@ -215,8 +215,8 @@ class RoundGraphs(GraphTarget):
 
 
 class DraftsBesideGraphs(Drafts):
-    """Proposes candidates on the host for captured target passes of a single sequence. After a failed pass the
-    candidates of the round are proposed again, because the draft's state already includes the round."""
+    """Proposes candidates on the host for captured target passes of a single sequence. After a failed pass the same
+    candidates are returned for the repeated round, because the draft's state already includes them."""
 
     def __init__(self) -> None:
         self.proposed: list[DraftTree] = []
@@ -265,7 +265,7 @@ def with_captured_passes(
 
 
 def attempt(part: Callable[[], T], of_draft: bool = False) -> T:
-    """Run `part`; `GraphsFailedError` if it cannot be captured, or memory runs out."""
+    """Run `part` (of the draft, if `of_draft`); `GraphsFailedError` if it cannot be captured, or memory runs out."""
     why_not_draft = None
     try:
         return part()
@@ -294,7 +294,7 @@ def needs_whole_rounds(usual: TargetSide) -> bool:
 
 
 def record_reason(texts: Sequence[OutputText], reason: str | None, made: str) -> None:
-    """Record in the statistics why passes are not captured (`reason`), and how rounds run (`made`)."""
+    """Record in the statistics why passes are not captured (`reason`, or `None`), and how rounds run (`made`)."""
     for text in texts:
         text.stats.uncaptured, text.stats.decided["rounds"] = reason, made
 

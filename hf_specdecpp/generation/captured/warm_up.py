@@ -31,7 +31,7 @@ from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.round_shapes import SPARE
 
 PROMPT, ROUNDS = 8, 2  # tokens of the prompt; ordinary rounds in caches of each size
-USUAL_LENGTH = 2048  # tokens
+USUAL_LENGTH = 2048  # tokens, the default `max_length`
 
 
 class WarmUp:
@@ -48,7 +48,7 @@ class WarmUp:
 
 
 class WarmUpDecoding(AssistedDecoding):
-    """A generation that runs every pass or round that may be captured, in caches of each size."""
+    """A generation that runs every pass or round that may be captured, in caches of each size up to `max_length`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -82,7 +82,7 @@ class WarmUpDecoding(AssistedDecoding):
             drafts.rounds.time(shape, drafts.process)
 
     def _read_target(self, passes: CapturedTarget, capacity: int) -> None:
-        """Run a pass of each width, for trees also moving rows of a path, then some ordinary rounds."""
+        """Run a pass of each width and, for trees, moves of as many rows; then `ROUNDS` ordinary rounds."""
         for width in pass_widths(self.most):
             if width <= min(capacity - passes.context.num_tokens, MOST_CANDIDATES + 1):
                 places = torch.arange(width, device=passes.device)
@@ -128,7 +128,7 @@ def _warm_up_rounds(
     generation_config: GenerationConfig,
     **kwargs: Any,
 ) -> Tensor:
-    """Replaces transformers' decoding method, as `custom_generate`."""
+    """The decoding method of the warm-up, which `generate()` calls as its argument `custom_generate`."""
     check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
     if len(input_ids) > 1:
         raise ValueError(f"A batch of {len(input_ids)} sequences has no captured passes that could be warmed up.")
