@@ -191,8 +191,8 @@ def build(
 
 def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int, source: str) -> Tensor | None:
     """Take the tensors `d2t` and `t2d` out of `named`, and return the target's ids of the draft's tokens,
-    `[draft_vocab_size]`; `None` if the draft has all tokens, or `d2t` is on the meta device. `ValueError` if they are
-    damaged, or the draft has fewer tokens and no `d2t`.
+    `[draft_vocab_size]`; `None` if the draft has all tokens, or `d2t` is on the meta device. `ValueError` if the
+    tensors are damaged, or the draft has fewer tokens and no `d2t`.
 
     `d2t` contains, for each of the draft's tokens, the target's id minus the draft's (in some files the target's id
     itself). `t2d` `[vocab_size]`, if present, contains whether the draft has each of the target's tokens. Example: with

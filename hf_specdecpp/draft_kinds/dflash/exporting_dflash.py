@@ -77,8 +77,9 @@ def write_dspark(raw: Config, tensors: Tensors, settings: DFlashSettings, to: De
 
 
 def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str, Any]:
-    """Return the published config `raw` with DSpark's `fields` at the top level, where SGLang's modules read them, and,
-    if its format is not that of speculators, also in `dflash_config`, where SGLang's settings read them."""
+    """Return the published config `raw` with DSpark's `fields` at the top level, for SGLang's modules. In the original
+    format the layers `reads` are added to these fields, and all are repeated in `dflash_config`, for SGLang's settings.
+    """
     if SPECULATORS in raw:
         named = {**mapping(raw, "speculators_config"), "algorithm": "dspark"}
         return {**raw, **fields, **NAMED, SPECULATORS: "dspark", "speculators_config": named}

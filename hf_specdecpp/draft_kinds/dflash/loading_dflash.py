@@ -88,7 +88,7 @@ class DFlash(StoredKind):
         return self.build(self.settings_of(raw, NAMES.here(tensors, source)), tensors, source)
 
     def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DFlashSettings:
-        """Read the settings from a config; the tensors `named`, by name in the module, tell which modules it has."""
+        """Read the settings from a config; the tensors `named`, by name in the module, show which modules there are."""
         return with_own_modules(read_settings(raw), named)
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:

@@ -348,7 +348,7 @@ class DFlashDraft(StateDraft):
         return logits, hidden, memory
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Return float32 logits `[..., vocab_size]` of final states `[..., hidden_size]`; -inf: not in the LM head."""
+        """Return float32 logits `[..., vocab_size]` of final states `[..., hidden_size]`, -inf for further ids."""
         return self.of_target(self.head_logits(hidden), vocab_size)
 
     def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:

@@ -92,7 +92,7 @@ class DSparkDraft(DFlashDraft):
         return self.of_target(self.head_logits(own) + markov(e, own, memory)[0], vocab_size)
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `DFlashDraft`, but adds the bias to the logits. The state of candidate k is [h_k; e; s] (s: rnn)."""
+        """As in `DFlashDraft`, but adds the bias to the logits. The state of candidate k is [h_k; e; s]."""
         if (markov := self.model.markov_head) is None:
             return logits, hidden, memory
         e = markov.embed(previous)

@@ -208,7 +208,7 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
 
 
 def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
-    """Return the possible lists of layers that the draft reads: `settings.reads` if known, `[]` for the target's final
+    """Return the possible lists of layers that the draft reads: its `reads` if known, `[]` for the target's final
     state, else those of `readings`."""
     if settings.reads is not None:
         return [settings.reads]
