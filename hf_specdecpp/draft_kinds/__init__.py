@@ -1,1 +1,1 @@
-"""The kinds of draft (`draft_kind.DraftKind`): one class each, in a folder if the kind has modules of its own."""
+"""The kinds of draft: one subclass of `draft_kind.DraftKind` each, in a folder if the kind needs several files."""

@@ -29,14 +29,15 @@ TEXTS = (
 
 
 def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[float]:
-    """Return the share of first, second and third candidates that equal the target's choice; `[]` without texts.
+    """Return the shares of first, second and third candidates that equal the target's likeliest token: 3 numbers, fewer
+    if the draft proposes fewer candidates; `[]` without texts.
 
-    Rounds start at several positions of each text. In each the draft reads the tokens before and proposes candidates
-    that follow the text's own tokens, so that one forward pass of the target per text gives all its choices. Of two
-    readings of a draft's files, the one with higher agreement is right.
+    Rounds start at several positions of each text. The draft reads the tokens before, and candidates are its likeliest
+    tokens. The second and third follow the text's own tokens, not the draft's, so that the target needs one forward
+    pass per text. If a draft's files can be interpreted in two ways, the one with higher agreement is right.
 
     Args:
-        draft: bound to the target.
+        draft: a draft of this target.
         texts: token ids, `[1, n]` each (`texts_for`).
     """
     places, rounds = int(min(PLACES, draft.places)), 0
@@ -63,16 +64,16 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
 
 
 def agreements(read: Callable[[Any], Draft], readings: Iterable[Any], target: CausalLM) -> dict[Any, list[float]]:
-    """Return the `agreement` of the draft by each of several readings of its files, which `read` makes; `{}` if the
-    target has no tokenizer that fits."""
+    """Return, by reading, the `agreement` of the draft that `read(reading)` makes. A reading is one of several possible
+    interpretations of a draft's files. `{}` if the target has no tokenizer, or none that fits (`texts_for`)."""
     texts = texts_for(target, tokenizer_of(target.config.name_or_path))
     return {reading: agreement(read(reading), target, texts) for reading in readings} if texts else {}
 
 
 def texts_for(target: CausalLM, tokenizer: Any | None) -> list[Tensor]:
-    """Return token ids `[1, n]` of each text, cut to the target's positions (at most 256); `[]` without a tokenizer.
-    Texts with too few tokens (transformers makes tokenizers without a vocabulary for some configs) or with ids that the
-    target does not embed are left out."""
+    """Return the token ids `[1, n]` of each of `TEXTS`, cut to 256 tokens or the target's longest sequence. Texts with
+    too few tokens (transformers makes tokenizers without a vocabulary for some configs) or with ids that the target
+    does not embed are left out. `[]` without a tokenizer."""
     known, most = num_embeddings(target), int(min(longest_text(target), 256))
     made = [] if tokenizer is None else [tokenizer(text)["input_ids"][:most] for text in TEXTS]
     return [torch.tensor([ids]) for ids in made if len(ids) >= FIRST + PLACES and max(ids) < known]
@@ -88,5 +89,5 @@ def describe(shares: Sequence[float]) -> str:
 
 
 def is_wrong(shares: Sequence[float]) -> bool:
-    """Whether fewer than 10 % of the first candidates (`NOTHING`) equal the target's choice."""
+    """Whether, by the result of `agreement`, under 10 % (`NOTHING`) of first candidates are right; False for `[]`."""
     return bool(shares) and shares[0] < NOTHING

@@ -28,7 +28,7 @@ Module = TypeVar("Module", bound=nn.Module)
 SPECULATORS = "speculators_model_type"  # this field identifies configs of the package speculators
 DEFAULT_THETA = 10000.0  # the default of the original EAGLE code, independent of the target
 INSTEAD = "Load an EAGLE-3 or DFlash draft of this target, or train one of this package (specdecpp train)"
-RELATIVES = {  # kinds that are refused, by a part of a name in lower case
+RELATIVES = {  # kinds that are refused, by a part of their name in a config (in lower case)
     "dflash2": "DFlash2 draft (DFlash with grouped dynamic causal convolutions over the rows of the block, and a "
     "selector that scores the likeliest tokens of each row by the token before)",
     "domino": "Domino draft (DFlash with a recurrent network over the drafted tokens)",
@@ -40,7 +40,7 @@ RELATIVES = {  # kinds that are refused, by a part of a name in lower case
 
 
 def mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a mapping within a config, empty if it is missing; `ValueError` if it is not a mapping."""
+    """Return the mapping in the field `name` of a config, empty if missing; `ValueError` if it is no mapping."""
     found = raw.get(name) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"{name}={str(found)[:200]!r} of config.json must be a mapping. Download it again.")
@@ -48,13 +48,13 @@ def mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def target_of(raw: Mapping[str, Any]) -> str | None:
-    """Return the target that a speculators config names, or `None`."""
+    """Return the target's name (Hub id or folder) in a config of speculators; `None` if there is none."""
     name = mapping(mapping(raw, "speculators_config"), "verifier").get("name_or_path")
     return name if isinstance(name, str) else None
 
 
 def refuse_other_types(raw: Mapping[str, Any], own: str) -> None:
-    """Raise `ValueError` for a speculators config of another type than `own`, and for relatives of the known kinds."""
+    """Raise `ValueError` for a config of speculators of another type than `own`, and for any of `RELATIVES`."""
     named = f"{raw.get(SPECULATORS)} {raw.get('architectures')} {mapping(raw, 'dflash_config').get('projector_type')}"
     if own == "eagle3" and {"ptd_token_id", "pard_token"} & set(raw):  # of mask tokens
         named += "peagle"
@@ -69,12 +69,11 @@ def refuse(what: str) -> NoReturn:
 
 
 def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
-    """Return a config's fields of a draft's layers, except `but`, by their names in transformers. Checks no bounds.
+    """Return the fields of a config that describe a draft's layers (`LAYER`), except those in `but`. Checks no bounds.
 
-    Rotary parameters are read from `rope_parameters`, or from `rope_theta` and `rope_scaling`, never from the target;
-    `theta` replaces the config's `rope_theta`. `ValueError` if they are invalid (ends with `cure`), or if only a part
-    of each head is rotated.
-    """
+    The result's `rope_parameters` are made of the config's, or of `rope_theta` (10000 if missing) and `rope_scaling`,
+    never of the target's; `theta`, if given, replaces `rope_theta`. `ValueError` if they are invalid (the message ends
+    with `cure`), or if only a part of each head is rotated."""
     names = [name for name in LAYER if name not in (*but, "rope_parameters") and config.get(name) is not None]
     rope = dict(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
     older, kind = rope.pop("type", None), rope.pop("rope_type", None)
@@ -112,12 +111,12 @@ def as_described(name: str) -> Iterator[None]:
 class Names:
     """Translation between tensor names in a checkpoint and in the module."""
 
-    patterns: Sequence[tuple[str, str]] = ()  # (regular expression, replacement), applied in order to a checkpoint's
+    patterns: Sequence[tuple[str, str]] = ()  # (regular expression, replacement): from names in a checkpoint
     ignored: str = "(?!)"  # regular expression for names of tensors to skip, such as rotary frequencies
     original: Callable[[str], str] = str  # maps a name in the module to its name in a checkpoint
 
     def here(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-        """Return a checkpoint's tensors by their names in the module; `ValueError` if two get the same name."""
+        """Return tensors, except ignored ones, by their names in the module; `ValueError` if two get the same name."""
         named: dict[str, Tensor] = {}
         for there, tensor in tensors.items():
             if re.search(self.ignored, there):
@@ -136,7 +135,7 @@ class Names:
 
 
 def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
-    """Apply the patterns of `Names` to the name of a checkpoint's tensor."""
+    """Return the name of a checkpoint's tensor after replacing all `patterns` (of `Names`), one after the other."""
     for pattern, here in patterns:
         name = re.sub(pattern, here, name)
     return name
@@ -152,7 +151,7 @@ def build(
     Args:
         make: makes the module; called on the meta device.
         named: the tensors, by their names in the module.
-        depth: number of layers in the config, checked before `make`, which takes time per layer even on meta.
+        depth: number of layers in the config, compared with `named` before `make`, which takes time for each layer.
         source, title, names: for messages: the checkpoint's name, the kind of draft, and tensor names in the file.
     """
     found = {int(match[1]) for name in named if (match := re.search(r"(?:^|\.)layers\.(\d{1,4})\.", name))}
@@ -192,11 +191,12 @@ def build(
 
 def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int, source: str) -> Tensor | None:
     """Take the tensors `d2t` and `t2d` out of `named`, and return the target's ids of the draft's tokens,
-    `[draft_vocab_size]`; `None` for all tokens. `ValueError` if they are damaged or missing.
+    `[draft_vocab_size]`; `None` if the draft has all tokens, or `d2t` is on the meta device. `ValueError` if the
+    tensors are damaged, or the draft has fewer tokens and no `d2t`.
 
-    `d2t` contains the target's id minus the draft's (in some files the target's id itself), and `t2d`, `[vocab_size]`,
-    whether the draft has each of the target's tokens. Example: offsets 0, 0, 3 are the ids 0, 1, 5.
-    """
+    `d2t` contains, for each of the draft's tokens, the target's id minus the draft's (in some files the target's id
+    itself). `t2d` `[vocab_size]`, if present, contains whether the draft has each of the target's tokens. Example: with
+    `d2t` = 0, 0, 3 the draft's tokens 0, 1, 2 are the target's 0, 1, 5."""
     offsets, kept = named.pop("d2t", None), named.pop("t2d", None)
     count = draft_vocab_size or vocab_size
     if offsets is None:
@@ -233,7 +233,7 @@ def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size
 
 
 def offsets_of(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
-    """Return the tensors `d2t` and `t2d` of `token_ids`; none for all tokens."""
+    """Return the tensors `d2t` and `t2d` (see `token_ids`) of a draft with these `ids`; `{}` for `None`, all tokens."""
     if ids is None:
         return {}
     ids, known = ids.cpu(), torch.zeros(vocab_size, dtype=torch.bool)

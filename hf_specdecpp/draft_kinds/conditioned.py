@@ -1,4 +1,4 @@
-"""Drafts of one or two target layers that read the target's hidden states (`Conditioned`); their input (`Fusion`)."""
+"""Drafts of some of the target's layers that read its hidden states (`Conditioned`), and their input (`Fusion`)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Fusion(StateReader):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Reset to the untrained state: R = 0, and if F is a full matrix, x = e."""
+        """Set R = 0 and, if F is a full matrix, F so that x = e. A factored F is not changed: it starts random."""
         if isinstance(self.fuse, nn.Linear):
             self.fuse.weight.zero_()
             self.fuse.weight[:, self.hidden_size :].fill_diagonal_(1.0)
@@ -80,7 +80,7 @@ class Fusion(StateReader):
             _last(self.read).weight.zero_()
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """Return x `[..., E]` of states of the target `[..., width]` or draft `[..., H]`, and embeddings `[..., E]`."""
+        """Return x `[..., E]` of the target's states `[..., width]` or the draft's `[..., H]`, and of embeddings e."""
         if self.read is not None and states.shape[-1] == self.width:
             final, read = states.split((self.hidden_size, self.width - self.hidden_size), dim=-1)
             states = final + self.read(read)
@@ -101,7 +101,7 @@ OTHERS = "It does not belong to the fusion that config.json describes: download 
 
 
 class Conditioned(EarlyExit):
-    """Draft with one or two of the target's layers, which read its hidden states through a `Fusion`."""
+    """Draft with some of the target's layers, usually one, which read the target's hidden states through a `Fusion`."""
 
     name = "conditioned"
     own_file, own_field = FUSION, "fusion"

@@ -55,12 +55,11 @@ class DraftKind(ABC):
     """A kind of draft: makes, loads, describes and exports drafts. `known.KINDS` has one stateless instance of each."""
 
     name: ClassVar[str]  # value of `config.draft_kind`
-    # The model whose weights the draft uses: a separate "draft", or the "target", of which the draft is made when the
-    # assistant is attached.
+    # The model that `make` needs: a separate "draft", or the "target" (then it is made when the assistant is attached).
     rests_on: ClassVar[Literal["draft", "target", "nothing"]] = "target"
     is_named: ClassVar[bool] = False  # whether saving needs a `config.draft_id`, from which to load the draft again
-    own_file: ClassVar[str] = ""  # with the trained module's weights in an assistant's repository, if there is a module
-    own_field: ClassVar[str] = ""  # of `SpecDecPPConfig`, with the arguments of that module (its `to_config`)
+    own_file: ClassVar[str] = ""  # file in an assistant's repository: weights of the trained module, if any
+    own_field: ClassVar[str] = ""  # field of `SpecDecPPConfig`: that module's arguments (its `to_config`)
     # Full sentences: why the draft cannot be exported to other engines, and an alternative; empty if it can be.
     # `{draft}`, `{target}` and `{output}` are filled with its description, target and folder.
     unserved: ClassVar[str] = ""
@@ -107,7 +106,7 @@ class DraftKind(ABC):
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
         """Return the tensors to save in `own_file`, from the module or from `state`, its gathered state dict if the
-        module is sharded over processes. Kinds that convert use `dtype`."""
+        module is sharded over processes. `dtype` is used only by `StoredKind`."""
         return dict(state or module.state_dict())
 
     def head_of(self, module: Any) -> AcceptanceHead | None:
@@ -123,7 +122,7 @@ class DraftKind(ABC):
         )
 
     def refuse_published(self, draft: CausalLM) -> None:  # noqa: B027 - a kind may have such models
-        """Raise `ValueError` if a draft model is used as published: nothing is trained for it or exported here."""
+        """Raise `ValueError` for a draft model (PARD) for which nothing is trained or exported here."""
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the draft to a folder in a format that other engines serve; `ValueError` if that is impossible."""
@@ -231,7 +230,7 @@ class PublishedKind(DraftKind):
 
 
 class StoredKind(PublishedKind):
-    """A kind with a module of this package. It has settings, and its tensors have other names in files."""
+    """A kind whose module is defined here and made from settings. Its tensors have other names in files."""
 
     title: ClassVar[str]  # for messages
     names: ClassVar[checkpoints.Names]
@@ -239,7 +238,7 @@ class StoredKind(PublishedKind):
     model_class: ClassVar[type[Any]]
 
     def unused(self, settings: Any) -> set[str]:
-        """Return names in the module of tensors that a file may hold, and that a draft with these settings lacks."""
+        """Return names (in the module) of tensors to ignore in files, since a draft with these settings has none."""
         return set()
 
     def build(self, settings: Any, tensors: Mapping[str, Tensor], source: str) -> Any:
@@ -263,14 +262,14 @@ class StoredKind(PublishedKind):
         return self.build(settings, weights.all(), str(path))
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
-        """Return tensors with the names of the original format, and `d2t` and `t2d`."""
+        """As in `DraftKind`: names as in the original format, also `d2t` and `t2d` if the draft has fewer tokens."""
         tensors = self.names.in_file(state or module.state_dict(), dtype)
         return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
 
 def raw_config(name: Any, revision: str | None = None, hub_kwargs: dict[str, Any] | None = None) -> Config | None:
     """Return the config of a folder, Hub id or model object; `None` if there is none or it cannot be read. The error
-    is left to the code that loads the draft."""
+    is left to the code that loads the model."""
     if not isinstance(name, str | Path):
         config = getattr(name, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None

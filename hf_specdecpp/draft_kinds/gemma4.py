@@ -45,7 +45,7 @@ HEADS_OF_LAYER = {"head_dim", "num_key_value_heads"}
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Keys and values that the draft attends to in a round: of all verified tokens but the last, which is unread."""
+    """Keys and values that the draft attends to in a round: of all verified tokens but the last."""
 
     rows: dict[str, tuple[Tensor, Tensor]]  # by kind of layer: keys and values, `[1, kv_heads, n, head_dim]` each
     masks: dict[str, Tensor | None]  # by kind of layer: bool `[1, 1, 1, n]`, where attended to; `None`: everywhere
@@ -53,10 +53,10 @@ class SharedRows:
 
 
 def sources(config: Any) -> dict[str, int]:
-    """Return, by kind, the target layer whose keys and values the draft's layers read: the last with its own.
+    """Return, by kind of layer, the index of the target's last layer with keys and values of its own, which the draft's
+    layers of that kind read.
 
-    Example: of six layers `s s f s s f` the last two share the keys and values of others: `{"s": 3, "f": 2}`.
-    """
+    Example: of six layers `s s f s s f` the last two share the keys and values of others: `{"s": 3, "f": 2}`."""
     with_own = config.layer_types[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
     return {kind: place for place, kind in enumerate(with_own)}
 
@@ -214,11 +214,11 @@ class Gemma4Draft(StateDraft):
         Args:
             tokens: `[1, n]`.
             states: `[1, n, embedding_size]`, the state at the token before each.
+            seen: the target's keys and values that they attend to (`rows`).
 
         Returns:
             Logits `[n, vocab]` float32, the hidden states `[n, hidden_size]` that they were computed from, and the
-            states `[n, embedding_size]` that the next step reads.
-        """
+            states `[n, embedding_size]` that the next step reads."""
         inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
         count = tokens.shape[1]
         masks = {kind: None if each is None else each.expand(-1, -1, count, -1) for kind, each in seen.masks.items()}
@@ -229,11 +229,10 @@ class Gemma4Draft(StateDraft):
         return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[n, vocab_size]` of `[n, hidden_size]`; with token clusters, -inf outside the likeliest ones.
+        """Return logits `[n, vocab_size]` of `[n, hidden_size]`; with token clusters, -inf outside the likeliest.
 
-        transformers fills the others with a number below the least logit of the pass: q would depend on the other rows
-        of the pass, and give every token some probability.
-        """
+        transformers fills all other logits with a number below the least of the pass: q would depend on the other rows
+        of the pass, and give every token some probability."""
         head, clusters = self.model.lm_head, self.model.masked_embedding
         if clusters is None:
             return head(hidden)
@@ -334,7 +333,7 @@ class Gemma4(PublishedKind):
 
 
 def _bare(config: Any) -> Any:
-    """Make the model without embeddings (the target's are used) and without the buffer `token_ordering`."""
+    """Make the model, without embeddings and the buffer `token_ordering`; attention is not causal."""
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     model.model.embed_tokens = None  # the target's are used
     # The rows of a pass are nodes of a tree that do not attend to one another, and logits of all are needed.

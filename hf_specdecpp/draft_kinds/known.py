@@ -31,8 +31,8 @@ def kind_of(config: SpecDecPPConfig) -> DraftKind:
 
 
 def kind_to_train(draft: str | None) -> DraftKind:
-    """Return the kind that `specdecpp train --draft` names: by a kind's name, "block" (DFlash) or a model's id or
-    folder (independent); without the option, an early exit."""
+    """Return the kind that `specdecpp train --draft` names: `draft` is a kind's name, "block" (DFlash), or the id
+    or folder of a model (independent); `None`, without the option, means an early exit."""
     return EARLY_EXIT if draft is None else DFLASH if draft == "block" else BY_NAME.get(draft, INDEPENDENT)
 
 
@@ -40,7 +40,7 @@ def kind_to_train(draft: str | None) -> DraftKind:
 
 
 def recognise(raw: Config) -> DraftKind | None:
-    """Return the kind of draft of an assistant's or a published draft's `config.json`; `None` if it has none."""
+    """Return the kind of draft that an assistant's or a published draft's `config.json` describes, or `None`."""
     if raw.get("model_type") == SpecDecPPConfig.model_type:
         return BY_NAME.get(str(raw.get("draft_kind", SpecDecPPConfig().draft_kind)))
     if "draft_kind" in raw:  # a damaged config of an assistant
@@ -77,7 +77,7 @@ def draft_name(config: SpecDecPPConfig) -> str:
 
 
 def ready_made(draft: CausalLM | str | Path) -> PublishedKind | None:
-    """Return the kind of a published draft (model object, folder or Hub id); `None` for other models, assistants."""
+    """Return the kind of a published draft (model object, folder or Hub id); `None` for other models or assistants."""
     for kind in PUBLISHED:
         if kind.model_class is not None and isinstance(draft, kind.model_class):
             return kind
@@ -90,7 +90,7 @@ def ready_made(draft: CausalLM | str | Path) -> PublishedKind | None:
 def multi_token_layers(
     target: CausalLM, source: str | Path | None = None, hub_kwargs: dict[str, Any] | None = None
 ) -> tuple[SpecDecPPConfig, Any]:
-    """Load the multi-token layers of a target's checkpoint: returns an assistant's config, and the layers' tensors.
+    """Return an assistant's config, and the multi-token layers in the repository `source` (default: the target's own).
 
     Raises:
         ValueError: the target has no repository, or its repository has no such layers; the message has a remedy.

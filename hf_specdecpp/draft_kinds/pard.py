@@ -37,7 +37,7 @@ def mask_token_of(raw: Config) -> int | None:
 
 
 class MaskSession(DraftSession):
-    """Session for one sequence: reads the emitted tokens of a round and the mask tokens in one pass."""
+    """Session for one sequence: reads the tokens that the last round emitted and the mask tokens in one pass."""
 
     drafter: ParallelDrafter
 
@@ -46,7 +46,7 @@ class MaskSession(DraftSession):
         return next(zip(logits[len(candidates) :], hidden[len(candidates) :], strict=True), None)
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Nodes get the logits of their depth's candidate, and -inf behind the block."""
+        """As in `DraftSession`: nodes get the logits of the candidate at their depth, nodes behind the block -inf."""
         logits, hidden = self._block()
         depths = torch.tensor([tree.depths[node] for node in nodes], device=logits.device)
         rows = depths.clamp_max(len(logits) - 1)

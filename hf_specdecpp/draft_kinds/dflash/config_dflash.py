@@ -1,4 +1,4 @@
-"""Settings of a DFlash draft (`DFlashSettings`), read from a `config.json` of three formats (`read_settings`)."""
+"""Settings of a DFlash draft (`DFlashSettings`), read from a `config.json` in any of 3 formats (`read_settings`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import Qwen3Config
 from hf_specdecpp.config.value_checks import CURE, check_layers, check_numbers, check_types
 from hf_specdecpp.draft_kinds import checkpoints
 
-TRANSFORMERS = "muse_glimmer_assistant"
+TRANSFORMERS = "muse_glimmer_assistant"  # `model_type` of configs in transformers' format
 SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "output_multiplier"}  # config: setting
-OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
+OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}  # top-level fields of that format
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DFlashSettings:
         output_multiplier: factor of the logits.
         logit_cap: bound of the multiplied logits: cap * tanh(logits / cap); `None` for no bound.
         scales_as_target: take `output_multiplier` and `logit_cap` from the target's config (Muse Glimmer).
-        is_causal: whether rows are masked from later rows of the block; `None`: only in layers with a window.
+        is_causal: whether rows do not attend to later rows of their block; `None`: True in layers with a window only.
         includes_window: whether a window of w covers the w tokens before a row, rather than w - 1.
         samples_anchor: whether the row of the last token proposes the first candidate; otherwise that row is unused.
         reads_normed: whether the output of the target's last layer is read after the target's final norm.
@@ -81,8 +81,8 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
     """Read the settings from a `config.json` in the original format (z-lab), transformers' or that of speculators.
     `ValueError` if it describes an unsupported variant, or a value is missing or invalid.
 
-    Layer ids denote outputs of layers, counted from 0; ids of speculators are one higher. `kind`: the name that
-    speculators has for such drafts.
+    `reads` counts layers from 0, as the first two formats do; ids of speculators are one higher. `own_embeddings` and
+    `own_head` are not set. `kind`: name of the draft's kind in speculators.
     """
     check_numbers(raw)
     checkpoints.refuse_other_types(raw, kind)
@@ -117,7 +117,8 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
 
 
 def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
-    """Return the target layers to read by default: one per layer of the draft, evenly from 1 to depth - 3.
+    """Return the layers that a draft of `num_layers` layers reads by default, of a target of `depth` layers: one for
+    each of its own, evenly from 1 to depth - 3. `None` if the depth is not known.
 
     Example: of 36 layers a draft of 5 layers reads 1, 9, 17, 25 and 33; a draft of one layer reads 18.
     """
@@ -143,7 +144,7 @@ def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
 
 
 def _layer(layers: Mapping[str, Any], given: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
-    """Return the draft's layer config, and whether `use_swa` sets windows in all layers (MiMo's drafts, in vLLM)."""
+    """Return the arguments of `layer_config`, and whether `use_swa` gives all layers windows (MiMo's drafts, vLLM)."""
     kind = layers.get("model_type", "qwen3")
     if kind not in ("qwen3", TRANSFORMERS):
         raise ValueError(

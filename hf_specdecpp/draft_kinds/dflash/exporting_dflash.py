@@ -1,7 +1,7 @@
-"""A DFlash or DSpark draft with a confidence head that was fitted here, as a DSpark checkpoint for other engines.
+"""Write a DFlash or DSpark draft with a confidence head of this package as a DSpark checkpoint for other engines.
 
-The draft's own files are copied. A DFlash draft gets a Markov head of zeros, without which engines load no confidence
-head: it adds nothing to the logits, so q stays the same.
+The draft's tensors are copied. A DFlash draft also gets a Markov head, since engines load no confidence head without
+one. It consists of zeros, so that logits and q stay the same.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def write_dspark(raw: Config, tensors: Tensors, settings: DFlashSettings, to: De
 
 
 def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str, Any]:
-    """Return a published `config.json` with the fields of DSpark at the top level (drafts of speculators, and SGLang's
-    modules) and, unless it is of speculators, in `dflash_config` (SGLang's settings)."""
+    """Return the published config `raw` with DSpark's `fields` at the top level, for SGLang's modules. In the original
+    format the layers `reads` are added to these fields, and all are repeated in `dflash_config`, for SGLang's settings.
+    """
     if SPECULATORS in raw:
         named = {**mapping(raw, "speculators_config"), "algorithm": "dspark"}
         return {**raw, **fields, **NAMED, SPECULATORS: "dspark", "speculators_config": named}
@@ -90,8 +91,9 @@ def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str
 
 
 def fold(head: AcceptanceHead, places: int) -> tuple[Tensors, list[float]]:
-    """Return the tensors of a DSpark confidence head that include the bias of the head's calibration, for sampled
-    generation if known, and its mean temperature; and what is left of the temperatures, one for each place."""
+    """Return the tensors of a DSpark confidence head, and a temperature for each of `places` candidates. The tensors
+    include the bias and the geometric mean temperature of the head's calibration (that for sampled targets, if it has
+    one); the temperatures are divided by that mean."""
     known = [head.calibration[mode] for mode in MODES if mode in head.calibration]
     calibration = known[0] if known else Calibration()
     found = [calibration.temperatures[min(place, len(calibration.temperatures) - 1)] for place in range(places)]

@@ -81,14 +81,14 @@ class DFlash(StoredKind):
         return "dflash_config" in raw or is_called_so or set(raw) >= OF_TRANSFORMERS
 
     def fields(self, raw: Config) -> dict[str, Any]:
-        """Includes `vocab_size`, which transformers compares with the target's."""
+        """Return `target_id` (or `None`), and `vocab_size`, which transformers compares with the target's."""
         return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
         return self.build(self.settings_of(raw, NAMES.here(tensors, source)), tensors, source)
 
     def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DFlashSettings:
-        """Read the settings from a config, and from the names of the tensors which modules the draft has itself."""
+        """Read the settings from a config; the tensors `named`, by name in the module, show which modules there are."""
         return with_own_modules(read_settings(raw), named)
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
@@ -136,8 +136,8 @@ class DFlash(StoredKind):
 
 
 def with_own_modules(settings: Settings, named: Mapping[str, Tensor]) -> Settings:
-    """Return settings whose `own_embeddings` and `own_head` say which modules are among the tensors, by their names in
-    the module. A draft of fewer tokens than the target needs an LM head of its own."""
+    """Return the settings with `own_embeddings` and `own_head` set if `named` has their tensors (names in the module).
+    A draft with fewer tokens than the target always has its own head; with all, `draft_vocab_size` is `None`."""
     count = settings.draft_vocab_size
     is_reduced = count not in (None, settings.layer.get("vocab_size"))
     own = {name: f"{part}.weight" in named for name, part in OWN.items()}

@@ -22,12 +22,12 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
-# Attention of a layer: how many positions back a row sees (`None`: all), and whether later rows are masked.
+# Attention of a layer: how many positions away a row sees (`None`: any number), and whether later rows are masked.
 View: TypeAlias = "tuple[int | None, bool]"
 
 
 class Context(StateReader):
-    """Context vector of a verified token: c = norm(fc(a)), where a concatenates outputs of target layers there."""
+    """Context vector of a verified token: c = norm(fc(a)), where a concatenates outputs of target layers at it."""
 
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Context(StateReader):
 
 
 class BlockLayer(Qwen3DecoderLayer):
-    """The weights of a layer; `added` is its output for its input and for the output of its attention."""
+    """The weights of a layer. `added` returns its output, given its input `block` and what its attention returned."""
 
     def added(self, block: Tensor, attended: Tensor) -> Any:
         block = block + attended
@@ -93,8 +93,8 @@ class DFlashModel(PreTrainedModel):
             block: `[batch, b, hidden_size]`, inputs of the first layer.
             context: `[batch, m, hidden_size]`, context vectors of verified tokens.
             positions: `[batch, m + b]`, of the context and of the rows.
-            mask: called with a layer's view and keys; returns bool `[..., b, keys]`, True where a row attends, or
-                `None` for all.
+            mask: called once for all layers with equal views, with the view and the first one's keys; returns bool
+                `[..., b, keys]`, True where a row attends, or `None` for everywhere.
             known: called with a layer's index and the keys and values of context and rows; returns those to attend to,
                 by default these.
         """
@@ -138,7 +138,7 @@ def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
 
 
 class BlockSession(DraftingSession):
-    """Session for one sequence: reads the target's states at verified tokens, in at most one pass per round."""
+    """Session for one sequence: at most one pass per round over the target's unread states and a block."""
 
     length = 0
 
@@ -148,7 +148,7 @@ class BlockSession(DraftingSession):
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: keys and values of verified tokens
         self._pending: list[Tensor] = []  # unread states `[1, m, width]`
         self._found: tuple[Tensor, Tensor] | None = None
-        self._memory: dict[int, Tensor] = {}  # behind each node of this round, or place of a chain
+        self._memory: dict[int, Tensor] = {}  # `[m]`, by tree node or place in a chain: memory after it
         self._nothing = torch.zeros(draft.memory_size, dtype=draft.dtype, device=draft.device)
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
@@ -170,7 +170,7 @@ class BlockSession(DraftingSession):
         return self.draft.of_target(after, self.vocab_size), state
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Rows of the block are shared by nodes of equal depth, and each node adds to them (`after`) by its own path.
+        """Nodes of equal depth share a row of the block, which `after` adjusts to the path of each node.
 
         Example: in a block of three candidates the root gets row 0, its children row 1, and nodes at depth 3 only -inf.
         """
@@ -186,11 +186,10 @@ class BlockSession(DraftingSession):
         return self.draft.of_target(after, self.vocab_size), states
 
     def _block(self) -> tuple[Tensor, Tensor]:
-        """Logits `[places, d]` of the LM head, and final states `[places, hidden_size]`, of this round's block.
+        """Logits `[places, d]` of the LM head and final states `[places, hidden_size]` of the block, one pass a round.
 
         Example: a sequence has 10 tokens; the last is in the block, and 6 were read in earlier rounds. The target's
-        states of the 3 tokens at 6, 7 and 8 are read, and the block is at 9, 10, ...
-        """
+        states of the 3 tokens at 6, 7 and 8 are read, and the block is at 9, 10, ..."""
         if self._found is None:
             draft = self.draft
             context = draft.model.reader(torch.cat([each.to(draft.device, draft.dtype) for each in self._pending], 1))
@@ -209,7 +208,8 @@ class BlockSession(DraftingSession):
         return visible(view, places[:, -self.size :], places, places[:, None] >= 0)[0, 0]
 
     def _extended(self, layer: int, *new: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer: the stored ones, then `new`. Stores those before the block, at most a window."""
+        """Keys and values of a layer: the stored ones, then `new`, which end with the block's. All but the block's are
+        stored, in a layer with a window only the last ones, which later blocks may see."""
         known = self._rows.get(layer)
         keys, values = new if known is None else (torch.cat(each, dim=2) for each in zip(known, new, strict=True))
         end, reach = keys.shape[2] - self.size, self.draft.model.views[layer][0]
@@ -219,8 +219,8 @@ class BlockSession(DraftingSession):
 
 
 class BlockSteps(RoundSteps):
-    """`BlockSession` for captured rounds: one pass over the block that starts with the last token gives the logits of
-    all levels. The cache holds the verified tokens; the block's rows are written behind the window and dropped."""
+    """`BlockSession` for captured rounds: one pass over the window and the block, which starts with the last token,
+    gives the logits of all levels. The cache keeps the window's rows; the block's, behind them, are dropped."""
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
         super().__init__(draft, vocab_size)
@@ -252,14 +252,14 @@ class BlockSteps(RoundSteps):
             previous, memory = level.tokens, level.of_parents(memory)
 
     def _places(self, count: int, size: int, last: Tensor) -> Tensor:
-        """Offsets `[texts, count + size]` from the cache's length of the rows of window and block. The block starts at
-        `last + 1`, dummy tokens of the window are not counted."""
+        """Positions `[texts, count + size]`, minus the cache's length, of `count` rows of the window and `size` of the
+        block. Example: with `last=1`, 3 rows (one is a dummy) and a block of 2 they are 0, 1, 2, 2, 3."""
         span = torch.arange(count + size, device=last.device)
         return torch.where(span < count, span, span - count + last[:, None] + 1)
 
 
 class _Rows:
-    """Keys, values and masks of a pass over a window of `count` rows and a block of `size` rows with these `places`."""
+    """Keys, values and masks of a pass over `count` rows of a window and `size` of a block (`BlockSteps._places`)."""
 
     def __init__(self, cache: FixedCache, places: Tensor, count: int, size: int) -> None:
         self.cache, self.size = cache, size
@@ -341,14 +341,14 @@ class DFlashDraft(StateDraft):
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits of candidates after the tokens `previous` `[...]`, drawn or the last of the sequence, their
-        states, which `logits` and acceptance heads read, and the `memory` `[..., m]` of their paths, which begins with
-        0. `logits` `[..., d]` (`head_logits`) and `hidden` are those of the rows, all that matters in a plain block.
-        """
+        """Return logits, states (for `logits` and acceptance heads) and memories of candidates, given the token before
+        each, `previous` `[...]`: a candidate, or the last token of the sequence. In a plain block the arguments are
+        returned: `logits` `[..., d]` (`head_logits`) and `hidden` of the candidates' rows, and `memory` `[..., m]`, the
+        result for the token before, 0 for the first candidate."""
         return logits, hidden, memory
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Return float32 logits `[..., vocab_size]` of final states `[..., hidden_size]`, -inf outside the head."""
+        """Return float32 logits `[..., vocab_size]` of final states `[..., hidden_size]`, -inf for further ids."""
         return self.of_target(self.head_logits(hidden), vocab_size)
 
     def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:

@@ -14,7 +14,7 @@ from hf_specdecpp.draft_kinds.dflash import config_dflash
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
 from hf_specdecpp.draft_kinds.dspark.gemma4_layers import in_gemma4
 
-# Drafts of DeepSpec, whose config is a copy of the target's: these fields are the target's, not the draft's.
+# Architectures of DeepSpec. Their config is a copy of the target's, whose fields `OF_THE_TARGET` are not the draft's.
 GEMMA4 = "Gemma4DSparkModel"
 COPIES = ("Qwen3DSparkModel", "LingDSparkModel", GEMMA4)
 OF_THE_TARGET = (
@@ -41,11 +41,11 @@ class DSparkSettings(DFlashSettings):
     """Settings of the block (`DFlashSettings`), and of the two heads of DSpark.
 
     Args:
-        markov_rank: rank of the bias by the token before; 0 without a bias, as in DeepSpec's DFlash drafts.
+        markov_rank: rank of the bias by the token before a candidate; 0 without a bias, as in DeepSpec's DFlash drafts.
         markov_head: how the bias is computed (`MarkovHead`).
         confidence_head: whether the draft has a confidence head.
-        confidence_with_markov: whether that reads the embedding of the token before, beside the row's state.
-        says_layout: whether the repository says which row proposes the first candidate (`samples_anchor`).
+        confidence_with_markov: whether the confidence head reads the state and also the Markov embedding of that token.
+        says_layout: whether the config says which row proposes the first candidate (`samples_anchor`).
         gemma4_layers: whether the layers are those of Gemma 4 (`gemma4_layers.py`), rather than Qwen3's.
     """
 
@@ -63,13 +63,13 @@ def architectures(raw: Mapping[str, Any]) -> list[str]:
 
 
 def nested(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields within `dflash_config` and `dspark_config`, which precede those at the top level."""
+    """Return the fields within `dflash_config` and `dspark_config`, which override those at the top level."""
     return {**mapping(raw, "dflash_config"), **mapping(raw, "dspark_config")}
 
 
 def read_block(raw: Mapping[str, Any]) -> DFlashSettings:
     """Read the settings of the block; `ValueError` as `config_dflash.read_settings`, for layer ids that do not ascend,
-    and for relatives of DSpark."""
+    and as `refuse_relatives`."""
     refuse_relatives(raw)
     fields = {**raw, "dflash_config": nested(raw)}
     if set(COPIES) & set(architectures(raw)):
@@ -121,16 +121,15 @@ def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DSpark
     )
 
 
-MARKOV_HEADS = {"gated": "gate_proj", "rnn": "joint_proj"}  # and their own tensors
+MARKOV_HEADS = {"gated": "gate_proj", "rnn": "joint_proj"}  # kinds of Markov head: a tensor that only they have
 OF_DRAFT_VOCAB = ("markov_head.markov_w2.weight", "lm_head.weight", "d2t")  # one row for each of the draft's tokens
 
 
 def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -> tuple[Any, bool]:
     """Return whether the row of the last token proposes the first candidate, and whether the config says that.
 
-    Drafts of `speculators` that do not say so have as many candidates as they declare, or one less than rows; others
-    are trained with a candidate in each row.
-    """
+    If no field says it: in the format of speculators, yes if as many candidates are declared as a block has rows, no if
+    one less (both count as said), else no. Other drafts are trained with a candidate in each row: yes, not said."""
     for name in ("sample_from_anchor", "query_zero_predicts_next"):
         if given.get(name) is not None:
             return given[name], True
@@ -144,7 +143,7 @@ def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -
 
 
 def refuse_relatives(raw: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a config of other models that are also named DSpark (`RELATIVES`), or of unknown ones."""
+    """Raise `ValueError` for a config of `RELATIVES`, or with an unknown field or architecture named like DSpark."""
     names = [*architectures(raw), *raw]
     found = {name: RELATIVES[name] for name in names if name in RELATIVES}
     found |= {name: "layers within the target's own checkpoint" for name in raw if is_embedded(name)}
@@ -155,5 +154,5 @@ def refuse_relatives(raw: Mapping[str, Any]) -> None:
 
 
 def is_embedded(name: str) -> bool:
-    """Whether a field is of a draft within the target's checkpoint (DeepSeek-V4)."""
+    """Whether a config's field of this name describes a draft within the target's own checkpoint (DeepSeek-V4)."""
     return name.startswith("dspark_") and name != "dspark_config"

@@ -1,4 +1,4 @@
-"""DSpark drafts (`DSpark`): read the files of several dialects, and decide what a row proposes if they do not say."""
+"""DSpark drafts (`DSpark`): read the files of several dialects, and find which row proposes the first candidate."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class DSpark(DFlash):
         return head
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """If the repository does not say which row proposes the first candidate, measures the `agreement` of both
-        readings, keeps the better one, and sets `module.agreement`. Without a tokenizer that fits, takes the usual. A
-        warning names a choice that was not measured, or is not the usual."""
+        """As in `DFlash`. If the config does not say which row proposes the first candidate, also measures the
+        `agreement` of both readings, keeps the better one, and sets `module.agreement`. Without a tokenizer that fits,
+        keeps the usual reading (`_layout`). Warns if the choice was not measured, or is not the usual reading."""
         super().bind(module, target, name, dtype)
         module.agreement, usual = [], module.settings
         if usual.says_layout or usual.block_size < 2:
@@ -96,11 +96,10 @@ ROWS = {True: "the row of the last token", False: "the row after that of the las
 
 
 def in_halves(name: str, tensor: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of queries and keys whose heads are rotated in pairs of neighbours (LiquidAI), as Qwen3 rotates
-    them: by pairs of dimensions that are half a head apart.
+    """Return the tensor, with rows in Qwen3's order if it belongs to queries or keys: LiquidAI rotates pairs of
+    neighbouring dimensions of a head, Qwen3 pairs that are half a head apart.
 
-    Example: a head's dimensions 0 1 2 3 4 5 become 0 2 4 1 3 5.
-    """
+    Example: a head's dimensions 0 1 2 3 4 5 become 0 2 4 1 3 5."""
     is_rotated = re.search(r"\.self_attn\.[qk]_(proj|norm)\.", name) is not None
     if not is_rotated or not tensor.dim() or head_dim % 2 or tensor.shape[0] % head_dim:
         return tensor

@@ -21,14 +21,13 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 class MarkovHead(nn.Module):
-    """The bias of a candidate's logits by the token before, of rank r, with W1 by the target's token ids:
+    """The bias of a candidate's logits, of rank r, from e = W1[token before] (the target's id) and the row's state h:
 
         vanilla: bias = W2 e
         gated:   bias = W2 (sigmoid(G [h; e]) * e)
         rnn:     (z, c, o) = J [s; e; h],   s' = sigmoid(z) s + (1 - sigmoid(z)) tanh(c),   bias = W2 tanh(o)
 
-    The state s of rnn runs along the path drawn.
-    """
+    The state s of rnn (`memory`) is 0 for the first candidate of a path, then the s' of the candidate before."""
 
     def __init__(self, settings: DSparkSettings, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -42,12 +41,11 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return W1 `[..., r]` of the target's token ids; unknown ids count as 0."""
+        """Return e = W1[tokens] `[..., r]`, given the target's token ids; unknown ids count as 0."""
         return self.markov_w1(tokens.where(tokens < self.markov_w1.num_embeddings, 0))
 
     def forward(self, e: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the float32 bias `[..., d]`, and s' `[..., memory_size]`; `hidden` and `memory` are those of
-        `DFlashDraft.after`."""
+        """Return the float32 bias `[..., d]`, and s' `[..., memory_size]`, given e, h (`hidden`) and s (`memory`)."""
         if self.kind == "gated":
             e = self.gate_proj(torch.cat((hidden, e), dim=-1)).sigmoid() * e
         if self.kind == "rnn":
@@ -78,7 +76,7 @@ class DSparkModel(DFlashModel):
 
 class DSparkDraft(DFlashDraft):
     """Drafts with a `DSparkModel` that is bound to a target: a `DFlashDraft` whose candidates depend on the tokens
-    before, so that q is that of the path drawn."""
+    before, so that q depends on the path."""
 
     def __init__(self, model: DSparkModel, target: CausalLM) -> None:
         super().__init__(model, target)
@@ -94,7 +92,7 @@ class DSparkDraft(DFlashDraft):
         return self.of_target(self.head_logits(own) + markov(e, own, memory)[0], vocab_size)
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `DFlashDraft`: the state of candidate k is [h_k; e; s], with the state s of rnn, if any."""
+        """As in `DFlashDraft`, but adds the bias to the logits. The state of candidate k is [h_k; e; s]."""
         if (markov := self.model.markov_head) is None:
             return logits, hidden, memory
         e = markov.embed(previous)

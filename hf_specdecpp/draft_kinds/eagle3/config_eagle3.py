@@ -15,8 +15,8 @@ from hf_specdecpp.draft_kinds.checkpoints import DEFAULT_THETA, SPECULATORS, map
 
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_USUAL = 3  # number of layers whose outputs are read if a checkpoint lists none
-OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")  # not in Llama's config
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # settings, named as in configs
 # Settings and layer arguments that `from_pretrained(..., eagle3={...})` may override, with their types.
 # `own_embeddings=False` uses the target's embeddings although the file contains some.
 OVERRIDES: dict[str, Any] = {**dict.fromkeys((*FLAGS, "own_embeddings"), bool), "rope_theta": float, "reads": list[int]}
@@ -36,7 +36,7 @@ class Eagle3Settings:
     # for the target's final state (after its final norm).
     reads: list[int] | None = None
     layer_ids: list[int] | None = None  # in the checkpoint; `None` for the usual layers
-    num_reads: int = 3  # number of layers whose outputs are read
+    num_reads: int = 3  # number of layers whose outputs are read; 0: only the final state
     draft_vocab_size: int | None = None  # number of tokens that the draft may propose; `None` for all
     norm_before_residual: bool = False  # the residual starts with the normed state, not with the state itself
     norm_before_fc: bool = False  # one norm over the concatenated states before fc (gpt-oss)
@@ -184,11 +184,10 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
 
     Two conventions exist. Ids of layer inputs (EAGLE, vLLM, speculators): id j is the output of layer j - 1. Ids of
     layer outputs (SpecForge, NVIDIA): id j is the output of layer j. If one meaning is the usual list, only that is
-    returned. Otherwise both are: outputs first if the first id is 1, else inputs first.
+    returned, as without ids. Otherwise both are: outputs first if the first id is 1, else inputs first.
 
     Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
-    means `[1, 17, 29]` or `[2, 18, 30]`.
-    """
+    means `[1, 17, 29]` or `[2, 18, 30]`."""
     usual = usual_reads(depth)
     if ids is None:
         if usual is None:
@@ -209,7 +208,8 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
 
 
 def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
-    """Return the lists of layers that the draft may read, as `readings` does; `[[]]` for the target's final state."""
+    """Return the possible lists of layers that the draft reads: its `reads` if known, `[]` for the target's final
+    state, else those of `readings`."""
     if settings.reads is not None:
         return [settings.reads]
     return readings(settings.layer_ids, depth) if settings.num_reads else [[]]

@@ -107,7 +107,7 @@ class Eagle3(StoredKind):
         return partial(self.read, overrides=config.eagle3)
 
     def unused(self, settings: Eagle3Settings) -> set[str]:
-        """Embeddings, and with `use_aux_hidden_state: false` fc."""
+        """The embeddings if the target's are used; fc if the draft reads the target's final state only."""
         used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
         return {name for name, is_used in used.items() if not is_used}
 
@@ -123,8 +123,9 @@ class Eagle3(StoredKind):
         return outside(settings.layer["vocab_size"], target)
 
     def bind(self, module: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """If the layer ids of the config are ambiguous, measures the `agreement` of each meaning, keeps the best, and
-        sets `module.agreement`. Without a tokenizer that fits, takes the likeliest with a warning."""
+        """As in `PublishedKind`; also sets the layers to read. If the layer ids have several `meanings`, measures the
+        `agreement` with each, keeps the best, and sets `module.agreement`. Without a tokenizer that fits, takes the
+        likeliest with a warning."""
         super().bind(module, target, name, dtype)
         config, made_for = target.config.get_text_config(decoder=True), module.settings.layer["vocab_size"]
         if made_for != config.vocab_size:
@@ -170,8 +171,8 @@ class Eagle3(StoredKind):
 
 
 def settings_of(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
-    """Complete the settings of `read_config` from the tensors: number and type of layers, `num_reads`, norms, biases
-    and own modules. `ValueError` for Llama layers with a sliding window."""
+    """Complete the settings of `read_config` from the tensors (by name in the module): number and type of layers,
+    `num_reads`, norms, biases and own modules. `ValueError` for Llama layers with a sliding window."""
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
     size, vocab_size, num_reads = given["state_size"], given["layer"]["vocab_size"], given.get("num_reads")
     if num_reads is None:
@@ -215,14 +216,13 @@ WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]
 
 
 def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict[str, Any]:
-    """Return the `config.json` of an export; `ValueError` if the draft's layers are not Llama's.
+    """Return the `config.json` of an export; `ValueError` for other layers than Llama's. `target`: its text config.
 
     The usual layers to read are not listed, since engines interpret ids differently. Others are listed twice: as ids of
     layer outputs in `eagle_config` (SGLang), and as ids of layer inputs at the top level (vLLM, llama.cpp).
 
     Example: with a target of 32 layers `reads=[1, 15, 28]` is not listed; `[3, 15, 28]` is listed as `[3, 15, 28]` in
-    `eagle_config` and as `[4, 16, 29]` at the top level.
-    """
+    `eagle_config` and as `[4, 16, 29]` at the top level."""
     if settings.layer["model_type"] != "llama":
         raise ValueError(
             f"The draft has layers of type {settings.layer['model_type']!r}, which only vLLM serves, from the "

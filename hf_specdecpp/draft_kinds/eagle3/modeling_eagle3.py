@@ -21,8 +21,8 @@ from hf_specdecpp.models.target_states import FINAL, StateReader
 class Eagle3Input(StateReader):
     """Computes the input of a draft step: the embedding of a token, and the state g at the token before it.
 
-    For verified tokens g = fc([a_1; ...; a_k]), with the target's states a at the token before. For a candidate that
-    follows another one, g is the draft's own state, unchanged.
+    For verified tokens g = fc([a_1; ...; a_k]), or a_1 without fc, with the target's states a at the token before. For
+    a candidate that follows another one, g is the draft's own state, unchanged.
     """
 
     def __init__(self, settings: Eagle3Settings, norm: Any) -> None:
@@ -41,7 +41,7 @@ class Eagle3Input(StateReader):
         return max(self.num_reads, 1) * self.state_size
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """`[..., 2 * hidden_size]`: the embedding, then g. `states`: the target's `[..., width]` or the draft's."""
+        """Return `[..., 2 * hidden_size]`: embeddings, then g. `states`: the target's `[..., width]` or the draft's."""
         if self.fc is not None and states.shape[-1] == self.width:
             states = self.fc(self.normed(states))
         return torch.cat((embeddings, states), dim=-1)
@@ -161,7 +161,7 @@ class Eagle3Drafter(Drafter):
         return None if self.draft_vocab is None else self._head()
 
     def hidden_states(self, *read: Any, **inputs: Any) -> Tensor:
-        """Return the states that the next step reads: normed with `norm_output`."""
+        """Return the states that the next step reads: after the final norm if `norm_output` is set."""
         states = super().hidden_states(*read, **inputs)
         return self.model.norm(states) if self.model.settings.norm_output else states
 

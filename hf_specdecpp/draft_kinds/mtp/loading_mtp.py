@@ -24,10 +24,10 @@ from hf_specdecpp.provenance import commit_of
 
 logger = logging.get_logger("hf_specdecpp")
 
-ANNOUNCING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields of a config
-MOST_LAYERS = 16
+ANNOUNCING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # config: how many MTP layers
+MOST_LAYERS = 16  # multi-token layers
 FIELDS = ("num_hidden_layers", *ANNOUNCING)
-MOST_OF_TARGET = 2**10  # largest accepted number of layers
+MOST_OF_TARGET = 2**10  # largest accepted number in `FIELDS`
 MOST_BYTES = 2**22  # of a target's config, which may list quantised layers
 OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # tensors outside the decoder layer
 INSTEAD = (
@@ -140,12 +140,12 @@ class Mtp(PublishedKind):
 
 
 def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
-    """Map, for each multi-token layer, names in `MtpLayers` to names in the checkpoint; `ValueError` if the layers are
-    of an unknown form. `is_chained`: the layers `mtp.layers.N.` share the norm `mtp.chain_norm`.
+    """Return, for each multi-token layer among a checkpoint's tensors, a dict from names in `MtpLayers` to names in the
+    checkpoint. `ValueError` if they are of an unknown form. `depth`: number of the target's other layers; `is_chained`:
+    the layers `mtp.layers.N.` share the norm `mtp.chain_norm`.
 
     Example: with a target of 61 layers, the first layer's `post_norm.weight` is
-    `model.layers.61.shared_head.norm.weight`.
-    """
+    `model.layers.61.shared_head.norm.weight`."""
     names = list(names)
     starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d{1,6})\.eh_proj\.weight", name) for name in names]
     appended = sorted((int(start[2]), f"{start[1]}{start[2]}.") for start in starts if start and int(start[2]) >= depth)
@@ -167,7 +167,8 @@ def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool
 def _part(
     names: list[str], start: str, patterns: tuple[tuple[str, str], ...], source: str, lacks: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Map names in `MtpLayers` to names in the checkpoint for one layer, whose names begin with `start`."""
+    """Map names in `MtpLayers` to names in the checkpoint for one layer, whose names begin with `start`.
+    `patterns`: of `renamed`; `lacks`: names of `OWN` that may be missing."""
     own = [name.removeprefix(start) for name in names if name.startswith(start)]
     part = {renamed(name, patterns): start + name for name in own}
     strange = [there for here, there in part.items() if here not in OWN and not here.startswith("block.")]

@@ -105,7 +105,7 @@ def _like(config: Any, place: int) -> int:
 
 
 def _wanted(config: Any, place: int, listed: str, usual: str | None) -> str | None:
-    """Return the kind of a multi-token layer: from the config, else `usual` if the target has layers of that kind."""
+    """Return the kind of a multi-token layer: that in the field `listed`, else `usual` if the target has that kind."""
     kinds = getattr(config, listed, None)
     if kinds:
         return str(kinds[min(place, len(kinds) - 1)])
@@ -113,7 +113,7 @@ def _wanted(config: Any, place: int, listed: str, usual: str | None) -> str | No
 
 
 def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, source: str) -> Any:
-    """Load a decoder of this layer and its norm with `from_pretrained`; its embedding table has one row."""
+    """Load a decoder with this layer, its norm and a table of one embedding from the tensors (`from_pretrained`)."""
     config = copy.deepcopy(decoder.config)
     config.vocab_size, config.pad_token_id = 1, 0
     if get_checkpoint_conversion_mapping(config.model_type) is None:
@@ -203,14 +203,14 @@ class LayerRows:
         self.states: Any = None
 
     def write(self, states: Tensor, row: int) -> None:
-        """Set the states of the rows from `row` on, replacing earlier ones."""
+        """Set the states of row `row` and later ones, and drop states set for these rows before."""
         if self.states is None:
             self.states, self.first = states, row
         else:
             self.states = torch.cat((self.states[:, : row - self.first], states), dim=1)
 
     def forget(self, count: int, kept: int) -> None:
-        """Crop the cache to at most `count` rows; drop states of rows earlier than `kept` before its end."""
+        """Crop the cache to at most `count` rows, and drop the states of all its rows but the last `kept`."""
         if self.count:
             self.cache.crop(-max(self.count - count, 0))  # also with 0 rows to drop: layers with a window trim
         self.count = min(self.count, count)
