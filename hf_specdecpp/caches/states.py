@@ -30,7 +30,7 @@ class RollbackPoint:
     """
 
     def __init__(self, cache: Cache) -> None:
-        stop_recording(cache)  # used for caches without recurrent states
+        stop_recording(cache)  # recording is for caches without recurrent states
         layers: list[Any] = cache.layers
         self.recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self.copies = [[state.clone() for state in _states(layer)] for layer in self.recurrent]

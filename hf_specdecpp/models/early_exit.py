@@ -65,7 +65,7 @@ def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
 
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
-    """A copy with the decoder layers `chosen` (indices, even repeated), in order; `ValueError` if they are not found."""
+    """A copy with the decoder layers `chosen` (indices, in order, even repeated); `ValueError` if none are found."""
     copied = copy_sharing(model)
     # Trainers (TRL's, accelerate's mixed precision) set bound methods that call the original model's forward.
     if isinstance(vars(copied).get("forward"), MethodType):

@@ -260,7 +260,7 @@ def _methods_of(cache: Any, name: str) -> list[Any]:
 
 
 def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
-    """Foreign functions that replace those of PyTorch, or of transformers' Python modules that define classes `kinds`."""
+    """Foreign functions that replace those of PyTorch, or of transformers' modules (files) that define `kinds`."""
     modules = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
     homes: list[Any] = [torch, Tensor, functional, sdpa_attention, *map(sys.modules.__getitem__, sorted(modules))]
     for home in homes:

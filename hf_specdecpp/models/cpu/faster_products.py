@@ -139,7 +139,7 @@ class FasterProducts:
 
 
 def _multiply(layer: nn.Linear, input: Tensor) -> Tensor:
-    """The forward of a layer while a thread is in its context: the context's in that thread, PyTorch's own in others."""
+    """Forward of a layer while a thread is in its context: the context's in that thread, PyTorch's own in others."""
     here = _local.contexts[-1].get(layer)
     return functional.linear(input, layer.weight, layer.bias) if here is None else here(input)
 
