@@ -79,7 +79,7 @@ class ForeignPasses:
 # Limits of `remembered`: depth of references, entries of a list, elements of a tensor.
 DEPTH, MOST, SMALL = 4, 16, 65_536
 SIMPLE = {bool, int, float, str, type(None)}
-_usual: WeakSet[Any] = WeakSet()  # functions that are not foreign, since each call checks the same ones
+_usual: WeakSet[Any] = WeakSet()  # functions found not to be foreign, which later calls need not check again
 # For Python modules and `Tensor`, if nothing foreign is in them: number of names, names of functions, and functions.
 _unchanged: dict[Any, tuple[int, list[str], list[Any]]] = {}
 # Beginnings of the names of PyTorch functions that run between passes: draws, and copies to pinned memory.
@@ -89,7 +89,7 @@ OPERATIONS = {name for name in dir(torch._C._VariableFunctions) if name[0] != "_
 # Methods of a model that make the arguments of its passes. The second is called after each token of plain generation,
 # but here only after the prompt, so one from a package that is not in `KNOWN` rules out candidates.
 PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# For each target: the keys of its foreign code, and the properties of passes with it.
+# For each target: the keys of its foreign code, and the record of passes with this code.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
 
 

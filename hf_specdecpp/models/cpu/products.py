@@ -26,21 +26,21 @@ from torch import Tensor
 from torch.nn import functional
 
 PACKED_FOR = 4  # rows; oneDNN packs a weight alike for all numbers of rows except 1
-MOST_INT8_ROWS = 16  # tokens in an int8 pass. They share a scale, for which a prompt's first token is too large.
+MOST_INT8_ROWS = 16  # most tokens in an int8 pass. They share a scale; a prompt's first token needs a far larger one.
 LEVELS = 127
 TINY = 1e-30  # replaces 0 where a scale is divided by
 AT_ONCE = 1 << 24  # elements packed by one call; a process that ends waits for one call
 LARGEST = 15  # a float16 weight is scaled so that its largest element lies between 2^14 and 2^15
 MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave the range of float32
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
-ROWS = (1, 4, 16)  # of the measured multiplications
+ROWS = (1, 4, 16)  # numbers of rows whose multiplications are measured
 UP_TO = (2, 8, 24)  # most rows that each measurement applies to; with more, PyTorch's own kernel is used
 ALIKE = 32  # most rows for copies in half precision; with more, PyTorch's own kernel for AMX also rounds differently
 SAMPLE = 1 << 21  # elements of a weight that are measured
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
-RUNS, MOST_RUNS = 3, 6  # of each multiplication
+RUNS, MOST_RUNS = 3, 6  # of each measured multiplication
 AGREE = 1.15  # maximum ratio of the second shortest run to the shortest; else runs were disturbed
-LEAST_GAIN = 1.05  # of a copy's kernel over PyTorch's own
+LEAST_GAIN = 1.05  # least ratio of the times of PyTorch's own kernel and a copy's for which the copy is used
 MOST_LOSS = 1.3  # ratio of times up to which a copy that is faster for fewer rows is used, so that bits stay the same
 
 
