@@ -129,7 +129,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
     """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
 
     Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
-    If a layer cannot be cropped (its window moved on unrecorded), none is. At 0 tokens recurrent layers are reset.
+    If a layer cannot be cropped (its window moved on, unrecorded), no layer is. At 0 tokens recurrent states are reset.
     """
     layers: list[Any] = cache.layers
     surplus = [_surplus(layer, num_tokens) for layer in layers]
