@@ -17,7 +17,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device
 # A `DummyLayer` uses the keys of another layer (transformers 5.18 has no such class).
 ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 KeysValues = tuple[Tensor, Tensor]
-MOST_HOLES = 0.2  # share of the longest row's tokens
+MOST_HOLES = 0.2  # as a share of the longest row's tokens
 
 
 def other_layers(layers: Iterable[object]) -> str:
@@ -128,13 +128,13 @@ class BatchContext(CachedContext[Tensor]):
 
 
 def _stack_rows(rows: list[list[KeysValues]], layer: int, shown: Tensor) -> KeysValues:
-    """Keys and values `[rows, heads, columns, size]` of a layer; arguments as in `BatchContext.restore`."""
+    """Keys and values `[rows, heads, columns, size]` of layer `layer`; other arguments as in `BatchContext.restore`."""
     keys, values = zip(*(_place(row[layer], its) for row, its in zip(rows, shown, strict=True)), strict=True)
     return torch.stack(keys), torch.stack(values)
 
 
 def _place(pair: KeysValues, shown: Tensor) -> KeysValues:
-    """The first of n keys and values `[heads, n, size]` in the true columns of `shown` `[columns]`, zeros elsewhere."""
+    """The first of n keys and values `[heads, n, size]`, one in each true column of `shown` `[columns]`, else zeros."""
     columns, count = len(shown), int(shown.sum())
     keys, values = (each.new_zeros(each.shape[0], columns, each.shape[2]) for each in pair)
     for place, each in ((keys, pair[0]), (values, pair[1])):

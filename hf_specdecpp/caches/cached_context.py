@@ -22,7 +22,7 @@ class PathRows(NamedTuple):
     """The rows of a path in a pass over a tree: ascending, the root's (0) first."""
 
     rows: list[int]  # on the host
-    on_device: Tensor  # `[n]`, equal, on a device
+    on_device: Tensor  # `[n]`, the same numbers on a device
 
 
 Count = TypeVar("Count", int, Tensor)
@@ -36,7 +36,7 @@ class CachedContext(ABC, Generic[Count]):
     """
 
     cache: Any
-    num_tokens: Count  # tokens that are kept
+    num_tokens: Count  # committed tokens in the cache, without `pending` ones
     # Number of trailing tokens to read again. Recurrent states cannot drop rejected candidates, so they are reset to
     # `rollback_point`, which is before these tokens.
     pending: int = 0
@@ -47,7 +47,7 @@ class CachedContext(ABC, Generic[Count]):
 
     @abstractmethod
     def commit(self, count: Count, of: Count, path: PathRows | None = None) -> None:
-        """Keep the first `count` of the `of` tokens read since `begin_round`, or the tokens of a path among them."""
+        """Keep `count` of the `of` tokens read since `begin_round`: the first ones, or the first ones of a path."""
 
     @abstractmethod
     def roll_back(self) -> None:
@@ -109,7 +109,7 @@ def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
-    """`model_kwargs` for `count` more tokens: masks, positions and token types that grow with the sequence."""
+    """`model_kwargs` with `count` more columns in arguments that grow with the sequence, for further text tokens."""
     longer = dict(model_kwargs)
     for name in GROWING if count else ():
         if (each := model_kwargs.get(name)) is not None:
@@ -129,7 +129,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
     """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
 
     Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
-    If a layer cannot be cropped (its window has moved on and it did not record), nothing is changed.
+    If a layer cannot be cropped (its window moved on, unrecorded), no layer is. At 0 tokens recurrent states are reset.
     """
     layers: list[Any] = cache.layers
     surplus = [_surplus(layer, num_tokens) for layer in layers]
@@ -144,7 +144,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
 
 
 def _surplus(layer: Any, num_tokens: int) -> int:
-    """Number of rows of a layer beyond `num_tokens`; for convolutions, states since the last crop."""
+    """Number of rows of a layer beyond `num_tokens`; of layers with convolutions, inputs since the last crop."""
     if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         states: dict[int, Any] = layer.conv_states
         sizes: dict[int, Any] = layer.conv_kernel_size
@@ -168,7 +168,7 @@ def num_rows(cache: Cache) -> int:
 
 
 def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor | None = None) -> None:
-    """Reduce a tree in the cache to one path, in place: ascending indices, including the root (0), also `on_device`.
+    """Reduce a tree in the cache to one path, in place. `path` and `on_device`: ascending node indices, root's first.
 
     The rows of the path move up to the prefix, then the cache is cropped, which costs O(path): the prefix is neither
     copied nor read. The crop leaves a view of the old storage, which the next pass replaces, so that discarded rows

@@ -76,7 +76,7 @@ def row_masks(model: CausalLM, valid: Tensor, count: int) -> Any:
 
 
 def layer_types(config: Any, num_layers: int) -> list[str]:
-    """The kind of each layer, as transformers' caches infer it."""
+    """The kind of each layer, inferred from a config as transformers' caches do."""
     if (types := getattr(config, "layer_types", None)) is not None:
         return types
     if getattr(config, "sliding_window", None) is not None:
@@ -86,10 +86,10 @@ def layer_types(config: Any, num_layers: int) -> list[str]:
 
 
 def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
-    """`[rows, 1, n_query, kv]` from bool `[rows, n_query, kv]`, or from `[n_query, kv]` for one row.
+    """The mask `[rows, 1, n_query, kv]` for bool `[rows, n_query, kv]`, or for `[n_query, kv]` if there is one row.
 
-    Additive for eager attention, which adds its mask to the scores, so that a bool mask would hide nothing. For grouped
-    attention additive and `[rows, 1, group * n_query, kv]`, made once for all layers of a pass.
+    Bool, but additive for eager attention, which adds its mask to the scores, so that a bool mask would hide nothing.
+    For grouped attention additive and `[rows, 1, group * n_query, kv]`, made once for all layers of a pass.
     """
     seen, config = seen.view(-1, 1, *seen.shape[-2:]), model.config.get_text_config(decoder=True)
     if (implementation := config._attn_implementation) not in ("eager", GROUPED):
@@ -140,7 +140,7 @@ def unknown_window(target: CausalLM, config: Any) -> str | None:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that a function uses, including those of inner functions."""
+    """Names of functions and attributes that a function uses, including those of inner functions."""
     inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)
 
@@ -189,7 +189,7 @@ class CachedPrompt(NamedTuple):
     """
 
     shown: Tensor  # `[sequences, capacity]` bool, false where a row is hidden from all queries
-    offset: Tensor  # `[sequences, 1]`, or `[d, sequences, 1]` if a model has d positions: position minus row
+    offset: Tensor  # position minus row: `[sequences, 1]`, or `[d, sequences, 1]` if each token has d positions
 
     @property
     def padding(self) -> Tensor:
@@ -224,7 +224,7 @@ def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor
 def tree_mask(
     model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor, num_prefix: int, prefix_mask: Tensor | None = None
 ) -> Any:
-    """The mask of `tree_inputs`, for a prefix whose rows are not its positions, because of masked tokens or images.
+    """The mask of `tree_inputs`, also for a prefix with padding or images, whose rows are not its positions.
     `prefix_mask`: bool `[num_prefix]`, false for padding, which no query sees; `None` if there is none."""
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
@@ -251,7 +251,7 @@ def tree_mask(
 
 
 def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
-    """The kinds of attention layer in a model, each with the first cache layer of its kind (`None` before any pass)."""
+    """The kinds of layer in a model, each with the first cache layer of its kind that has keys; `None` if none has."""
     types = layer_types(config, config.num_hidden_layers)
     kinds: dict[str, Any] = dict.fromkeys(types)
     missing = len(kinds)
@@ -310,7 +310,7 @@ class Nodes:
 
 
 def chain_nodes(count: int, device: torch.device, first: int = 0, most: int = 0) -> Nodes:
-    """The nodes of a pass over `count` tokens of a chain of `most` (default: the first `count`), from `first` on."""
+    """The nodes of a pass over `count` tokens, from index `first` on, of a chain of `most` tokens (0: of `count`)."""
     depths = span(most or count, device)
     places = depths[first : first + count]
     return Nodes(depths <= places[:, None], depths, places)
@@ -320,7 +320,7 @@ kept_chain_nodes = cache(chain_nodes)  # for passes of rounds, whose graphs refe
 
 
 def inputs_in_place(model: CausalLM, cache: Any, nodes: Nodes, num_prefix: Tensor) -> dict[str, Any]:
-    """`tree_inputs` for sequences in caches of fixed size, without numbers of the host: for captured passes.
+    """`tree_inputs` for sequences in a cache of fixed size, without numbers read by the host: for captured passes.
 
     Example: a cache of capacity 8 contains 3 tokens of prefix and a root, below which two children are read. With room
     for 4 nodes, `seen` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
@@ -365,14 +365,14 @@ def why_not_in_place(model: CausalLM) -> str | None:
 
 
 def _of_rows(found: Tensor, columns: Tensor) -> Tensor:
-    """`[sequences, ..., n_query, room]`: of `found` `[..., n_query, n + 2]` the column of each row of a cache."""
+    """`[sequences, ..., n_query, room]`: of `found` `[..., n_query, n + 2]` the `columns` `[sequences, ..., room]`."""
     shape = (len(columns), *found.shape[-columns.dim() : -1], columns.shape[-1])
     return found.expand(*shape[:-1], -1).gather(-1, columns[..., None, :].expand(shape))
 
 
 def _columns(cache: Any, capacity: int, begin: Tensor, nodes: Nodes) -> Tensor:
-    """For each row of a layer its one of `Nodes.columns`, `[sequences, capacity]`. `begin`: `[sequences, 1]`, length of
-    the prefix."""
+    """For each row of a layer the index of its column in `Nodes.columns`, `[sequences, capacity]`. `begin`: length of
+    the prefix, `[sequences, 1]`."""
     last, prompt = nodes.most + 1, cache.prompt
     if capacity == cache.capacity:
         columns = (span(capacity + 1, begin.device)[1:] - begin).clamp(0, last)

@@ -16,7 +16,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device
 from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, keeps_recurrent_state
 from hf_specdecpp.sampling.randomness import widest
 
-# Relative error of the logits that rounding does not reach: states are computed in float32 whatever the dtype is.
+# A `state_error` that rounding does not reach: states are computed in float32 whatever the model's dtype is.
 STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
 HALF_STATE_TOLERANCE = 0.1
 
@@ -30,7 +30,7 @@ class RollbackPoint:
     """
 
     def __init__(self, cache: Cache) -> None:
-        stop_recording(cache)  # used for caches without recurrent states
+        stop_recording(cache)  # recording is for caches without recurrent states
         layers: list[Any] = cache.layers
         self.recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self.copies = [[state.clone() for state in _states(layer)] for layer in self.recurrent]
@@ -79,7 +79,7 @@ def _states(layer: Any) -> list[Tensor]:
 
 # Model types whose forward over several tokens ignores the recurrent state. Small models may hide the difference.
 RESTARTING = {"mamba", "falcon_mamba"}
-# For other models, whether the test succeeded.
+# For each model asked about, whether it continues correctly from a restored state.
 _can_roll_back: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
 
 

@@ -21,7 +21,7 @@ def as_growing(target: CausalLM, static: StaticCache, rows: int, longest: int) -
         longest (tokens): the maximum length of the sequence, including the tokens in the cache.
 
     Raises:
-        ValueError: the contents could not be copied back at the end.
+        ValueError: the contents could not be copied back at the end, as with several rows or too small a window.
     """
     growing = DynamicCache(config=target.config.get_text_config(decoder=True))
     if (reason := _unfit(target, static, growing, rows, longest)) is not None:

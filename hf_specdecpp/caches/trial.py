@@ -96,7 +96,7 @@ class Trial:
         self.passes.reason = f"{self._name} runs {self.passes.name}, with which {reason}"
 
     def _error(self, logits: Tensor, copied: Cache, cache: Cache) -> float:
-        """The largest error of logits, keys and values of the compared tokens; infinite if earlier keys differ."""
+        """The largest error of logits, keys and values of the compared tokens; infinite if those before them differ."""
         count, errors = len(logits), [largest_error(logits, torch.stack(self._logits))]
         layers: Any = zip(copied.layers, cache.layers, strict=True)
         pairs = [pair for one, own in layers for pair in ((one.keys, own.keys), (one.values, own.values))]

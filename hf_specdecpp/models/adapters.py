@@ -48,7 +48,7 @@ class Lora:
     scaling: float
 
     def to(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and scaling * B."""
+        """`a` and `scaling * b`, on a device and in a dtype."""
         return self.a.to(device, dtype), self.scaling * self.b.to(device, dtype)
 
 
@@ -160,7 +160,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
 
 
 def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path) -> Lora:
-    """The two matrices of a module, with their scaling."""
+    """The matrices "A" and "B" of module `name`, in `half`, with their scaling; `ValueError` if they do not match."""
     shapes = {which: list(tensor.shape) for which, tensor in half.items()}
     if set(half) != {"A", "B"} or not half["A"].dim() == half["B"].dim() == 2 or shapes["A"][0] != shapes["B"][1]:
         raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. {RETRY}")
@@ -179,7 +179,7 @@ def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path
 
 
 def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
-    """Raise `ValueError` unless each tensor belongs to a module, and each module of `target_modules` has tensors."""
+    """Raise `ValueError` unless each tensor fits a module, and each module of `target_modules` has tensors."""
     modules = dict(model.named_modules())
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     wanted = adapter.config.get("target_modules")

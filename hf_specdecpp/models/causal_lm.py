@@ -22,7 +22,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 CausalLM: TypeAlias = Any
 
 # Names of position tables: embeddings, and buffers with a row or a column for each position. A decoder with such a
-# table cannot read sequences longer than the table; others, such as rotary ones, merely get worse.
+# table cannot read sequences longer than the table; decoders without one, such as rotary ones, merely get worse.
 POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embeds_layer")
 OTHER_INPUTS = ("image", "vision", "visual", "audio")  # in names of parts that do not read text
 POSITION_BUFFERS = ("position_ids", "embed_positions", "pos_encoding")
@@ -64,7 +64,7 @@ def _what(thing: object) -> str:
 
 
 def article(name: str) -> str:
-    """Such as "an int" and "a bool"."""
+    """The name after its indefinite article: "an int", "a bool"."""
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -108,7 +108,7 @@ def devices_of(model: nn.Module) -> set[torch.device]:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Whether `forward` was replaced by `torch.compile(module.forward)`, which in a copy still runs the original."""
+    """Whether `forward` was replaced by `torch.compile(module.forward)`, which in a copy runs the original module."""
     return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None) is not None
 
 
@@ -204,7 +204,7 @@ def cache_among(values: Any) -> Any:
 
 
 def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:
-    """The tokens up to and including the first end-of-sequence token."""
+    """The tokens up to and including the first end-of-sequence token; all tokens if there is none."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in eos), tokens)
 
 
@@ -264,10 +264,10 @@ def longest_text(*models: CausalLM) -> float:
 
 
 def _position_rows(decoder: nn.Module) -> Iterator[int]:
-    """Number of tokens that each position table has rows for.
+    """For each position table of a decoder, the number of tokens that it has rows for.
 
-    Example: BART's table has 514 rows for 512 tokens (`offset`); RoBERTa's too, with `padding_idx` 1. GIT's decoder
-    contains an encoder of images, whose table has a row for each patch of an image and is left out.
+    Example: BART's table has 1026 rows for 1024 tokens (`offset` 2), RoBERTa's 514 for 512 (`padding_idx` 1). GIT's
+    decoder contains an encoder of images, whose table has a row for each patch of an image and is left out.
     """
     parts = decoder._modules.items()
     of_text = [part for name, part in parts if part is not None and not any(kind in name for kind in OTHER_INPUTS)]

@@ -65,7 +65,7 @@ def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
 
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
-    """A copy with the decoder layers `chosen`, in this order, even repeatedly; `ValueError` if no layers are found."""
+    """A copy with the decoder layers `chosen` (indices, in order, even repeated); `ValueError` if none are found."""
     copied = copy_sharing(model)
     # Trainers (TRL's, accelerate's mixed precision) set bound methods that call the original model's forward.
     if isinstance(vars(copied).get("forward"), MethodType):
@@ -87,8 +87,8 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
 
 
 def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> Any:
-    """A copy of a module that shares its parameters and buffers, and those of `others` and `tensors` that it refers to.
-    Foreign hooks and forwards are left out, because a draft would call them more often than its target does."""
+    """A copy of a module that shares its parameters and buffers, those of the modules `others`, and `tensors`, if it
+    refers to them. Foreign hooks and forwards are left out: a draft would call them more often than its target does."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
     shared: dict[int, object] = {id(each): each for each in (*kept, *tensors)}
     for part in module.modules():

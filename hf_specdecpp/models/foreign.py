@@ -43,8 +43,8 @@ KNOWN = {
     "aqlm", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
-# The hooks of PEFT that do. That of activated LoRA adapts the last tokens of each pass only, that of ShadowPEFT
-# replaces the cache.
+# The hooks of PEFT that treat all tokens alike. Others do not: that of activated LoRA adapts the last tokens of each
+# pass only, and that of ShadowPEFT replaces the cache.
 PEFT_HOOKS = {"_adapter_names_pre_forward_hook", "make_inputs_require_grad"}
 # Further packages whose functions transformers' modules import.
 IMPORTED = KNOWN | sys.stdlib_module_names | {
@@ -79,23 +79,23 @@ class ForeignPasses:
 # Limits of `remembered`: depth of references, entries of a list, elements of a tensor.
 DEPTH, MOST, SMALL = 4, 16, 65_536
 SIMPLE = {bool, int, float, str, type(None)}
-_usual: WeakSet[Any] = WeakSet()  # functions that are not foreign, since each call checks the same ones
-# For modules, and the class of tensors, without foreign code: their number of names, names of functions, and functions.
+_usual: WeakSet[Any] = WeakSet()  # functions found not to be foreign, which later calls need not check again
+# For Python modules and `Tensor`, if nothing foreign is in them: number of names, names of functions, and functions.
 _unchanged: dict[Any, tuple[int, list[str], list[Any]]] = {}
 # Beginnings of the names of PyTorch functions that run between passes: draws, and copies to pinned memory.
 BETWEEN_PASSES = ("rand", "multinomial", "bernoulli", "normal", "exponential", "uniform", "pin_memory")
 # The functions of `torch` that compute with tensors.
 OPERATIONS = {name for name in dir(torch._C._VariableFunctions) if name[0] != "_"}.union(torch.functional.__all__)
 # Methods of a model that make the arguments of its passes. The second is called after each token of plain generation,
-# but here only after the prompt, so that others than those of `KNOWN` packages rule out candidates.
+# but here only after the prompt, so one from a package that is not in `KNOWN` rules out candidates.
 PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# For each target: the keys of its foreign code, and the properties of passes with it.
+# For each target: the keys of its foreign code, and the record of passes with this code.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
 
 
 def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
-    """Properties of the model's passes over a cache with foreign code; `None` if there is no such code. If the code is
-    not that of the last call, a new record that starts with a width of 1."""
+    """The record of the model's passes over a cache with foreign code, kept for later calls; `None` if there is no such
+    code. If the code is not that of the last call, a new record with a width of 1."""
     found = list(foreign_code(model, cache))
     if not found:
         return None
@@ -107,7 +107,7 @@ def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
 
 
 def _no_candidates(model: CausalLM, cache: Any) -> str | None:
-    """The reason why passes of the model over a cache are over one token each; `None` if comparisons decide."""
+    """Why each pass of the model over a cache must read one token only; `None` if comparisons decide (`Trial`)."""
     name = PREPARING[1]
     if is_foreign(_method(model, name)):
         return f"{type(model).__name__} runs another {name}, which changes the arguments of its passes after each token"
@@ -260,7 +260,7 @@ def _methods_of(cache: Any, name: str) -> list[Any]:
 
 
 def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
-    """Foreign functions that replace those of PyTorch or of the transformers modules of `kinds`, which are classes."""
+    """Foreign functions that replace those of PyTorch, or of transformers' modules (files) that define `kinds`."""
     modules = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
     homes: list[Any] = [torch, Tensor, functional, sdpa_attention, *map(sys.modules.__getitem__, sorted(modules))]
     for home in homes:
@@ -289,7 +289,7 @@ def active_modes() -> list[Any]:
 
 
 def _method(model: CausalLM, name: str) -> Any:
-    """A method of a model or its class; unlike `getattr` an object that lives as long as the method."""
+    """A method of a model or its class, not bound: `getattr` would return a new object each time."""
     return vars(model).get(name) or getattr(type(model), name)
 
 
@@ -304,7 +304,7 @@ def _ownpackage_of(kind: type[Any], model: CausalLM) -> str | None:
 
 
 def _name(code: Any) -> str:
-    """Such as "steer (mine.hooks)"."""
+    """The name of code for messages, with its Python module: "steer (mine.hooks)"."""
     while isinstance(code, partial):
         code = code.func
     name, home = getattr(code, "__name__", type(code).__name__), getattr(code, "__module__", None)

@@ -1,7 +1,6 @@
 """Hidden states that a draft reads, captured in the target's own passes (`TargetStates`).
 
-With them a draft of one layer predicts better than several layers that read embeddings only (EAGLE, arXiv 2401.15077
-and 2503.01840).
+With them a draft of one layer predicts better than several that read embeddings only (arXiv 2401.15077, 2503.01840).
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from hf_specdecpp.models.early_exit import layer_stack
 # Whether a forward returns chosen states, `output_hidden_states=[numbers]`, with the embeddings as number 0. Until 5.22
 # number 0 was the first layer's output.
 RETURNS_CHOSEN = Version(transformers.__version__) >= Version("5.23")
-FINAL = -1  # instead of a layer's index
+FINAL = -1  # in `reads`, instead of a layer's index
 
 
 class StateReader(nn.Module):
     """Base class of modules that make a draft's inputs from target states and embeddings."""
 
-    hidden_size: int  # of the draft's states
+    hidden_size: int  # of the draft's states, and of the target's unless a subclass overrides `width`
     embedding_size: int
     # Indices of the target's layers whose outputs are read, in the order of concatenation; `FINAL` is the target's
     # final state, after its final norm.
@@ -45,10 +44,10 @@ class TargetStates:
 
     Hooks keep references to outputs of the decoder and its layers. A compiled target may skip hooks, so it also returns
     the states (`requesting`). Hooks are no longer used once a pass returned the same tensors as the hooks captured, or
-    hooks captured nothing. Other targets do not return states: transformers would leave hooks in them, with which
-    they cannot be pickled.
+    hooks captured nothing. Targets that are not compiled do not return states: for this, transformers would leave
+    hooks in them, with which they cannot be pickled.
 
-    As a context around passes over one sequence, hooks capture the states. Passes of other threads are ignored.
+    Also a context around passes over parts of one sequence: hooks capture all their states. Other threads are ignored.
 
     Example: a draft reads layer 1 and the final state of a target with 3 layers. State 0 is the embeddings, so the
     forward returns these as states 2 and 3.
@@ -124,8 +123,8 @@ class TargetStates:
         self._handles.clear()
 
     def _end_of_pass(self, thread: int) -> Any:
-        """A hook of the decoder that keeps the last state per layer and pass. A layer that runs in a loop (Dory) has
-        several."""
+        """A hook of the decoder that keeps the last state of each layer in a pass. A layer that runs several times in
+        each pass (Dory) has several."""
 
         def keep_last(*_: object) -> None:
             if get_ident() == thread:
@@ -141,12 +140,13 @@ class TargetStates:
             caught.clear()
 
     def by_row(self, count: int) -> list[Tensor | None]:
-        """Captured states `[1, n, width]` of each of the `count` rows of a batch; `None` if none are read."""
+        """`states_of` by row: for each of the `count` rows of a batch `[1, n, width]`, or `None` if none are read."""
         states = self.states_of()
         return [None] * count if states is None else list(states.split(1))
 
     def states_of(self, rows: Tensor | slice = slice(None)) -> Tensor | None:
-        """Take the captured states `[batch, n, width]` at positions `rows` of the passes; `None` if none are read.
+        """Return and clear the captured states `[batch, n, width]`, at positions `rows` of the passes; `None` if none
+        are read. `RuntimeError` if a compiled pass neither called hooks nor returned states.
 
         Example: `rows` [0, 1] after a pass over the last token and 3 candidates, of which 1 was accepted.
         """

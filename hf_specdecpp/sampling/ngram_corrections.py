@@ -2,7 +2,7 @@
 
 Each target pass gives the target's distribution after all of its tokens at no cost. Its likeliest successors are stored
 by the last token (Token Recycling, arXiv 2408.08696), by the last two, and by the last three. When such a context comes
-again, q is mixed with the stored probabilities.
+again, q is mixed with the stored probabilities, r.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLACES = 65_536  # table entries for contexts of two tokens, and as many for thr
 NO_TOKEN = 2**31  # id of places before the first token
 SPREAD = -7_046_029_254_386_353_131  # hash multiplier: 2**64 divided by the golden ratio, as a signed integer
 
-BUCKETS = 8  # intervals of the largest probability of r, for which its accuracy is measured
+BUCKETS = 8  # intervals of the largest probability of r, for each of which r's accuracy is measured
 PRIOR = 8.0  # initial trials per bucket, in which r was as accurate as its probabilities
 TRIAL_DECAY = 0.995  # weight of a bucket's earlier trials, per trial
 MAX_CHANCE = 0.98  # largest accuracy, so that q always keeps some weight
@@ -37,8 +37,8 @@ class NgramCorrections:
     context replaces an older one. An entry takes 72 bytes: 13 MB for a vocabulary of 49,152. All ids that the target
     has no logits for count as one token, as do places before the start of a sequence.
 
-    For each length of context and each interval of the largest stored probability, the accuracy is measured: how
-    probable the likeliest stored token then was.
+    For each length of context and each interval of the largest stored probability, the accuracy is measured: the
+    target's mean probability for the likeliest stored token when the context came again.
 
     Example: with a decay of 0.5 the target's distribution after the tokens 5 7 is first 0.8 for 3 and 0.2 for 4, then
     1.0 for 4. The entries of 7 and of 5 7 are 0.8 and 0.2, then 0.4 for 3 and 0.6 for 4. After 6 7 the entry of 7 is

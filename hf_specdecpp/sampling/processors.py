@@ -13,7 +13,7 @@ from transformers.generation import logits_process, stopping_criteria
 # Candidates: token ids on the host, or 0-d or `[k]` tensors of them, which need no upload.
 Tokens: TypeAlias = Sequence[int] | Sequence[Tensor] | Tensor
 
-# Whose numbers CUDA graphs read from a tensor, in transformers' order.
+# Processors whose numbers CUDA graphs can read from a tensor, in transformers' order.
 WARPERS = (
     logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper,
     logits_process.MinPLogitsWarper,
@@ -22,11 +22,11 @@ FORBIDDEN, MOST_TOP_K = float("-inf"), 1024  # the largest k for which scores ar
 
 
 class Warpers(LogitsProcessor):
-    """Temperature, top-k, top-p and min-p as contents of a tensor, so that CUDA graphs apply other numbers, for each
-    row of a batch its own of the same kind, without another capture. Computes the scores of transformers' processors.
+    """Temperature, top-k, top-p and min-p with numbers in a tensor, so that a CUDA graph can apply other numbers of the
+    same kind, by row of a batch, without another capture. Gives the same scores as transformers' processors.
 
     Attributes:
-        numbers: `[rows, 4]` float32: temperature, k, 1 - p and min-p, for equally many consecutive rows of scores each.
+        numbers: `[rows, 4]` float32: temperature, k, 1 - p, min-p; row i for the i-th of `rows` equal parts of scores.
         kind: all that a graph depends on: whether all scores are sorted, for top-p or a large k, and whether there are
             a top-k and a min-p.
     """
@@ -68,7 +68,7 @@ def _warps(processor: object) -> bool:
     return class_of(processor) in WARPERS and usual
 
 
-# Do not depend on the tokens: all positions can be processed as one batch.
+# Processors that do not depend on the tokens: all positions can be processed as one batch.
 PREFIX_FREE = frozenset(
     {
         Warpers,
@@ -84,9 +84,9 @@ PREFIX_FREE = frozenset(
         logits_process.TypicalLogitsWarper,
     }
 )
-# Depend on the set of tokens only, not on their number or order: a sequence may be padded with tokens of its own.
+# Those that depend on the set of tokens only, not on number or order: a sequence may be padded with its own tokens.
 ASKS_WHICH = frozenset({logits_process.RepetitionPenaltyLogitsProcessor})
-# Leave at least one allowed token if there was one. Of `PREFIX_FREE` only the subtracted class may not.
+# Those that leave at least one allowed token if there was one. Of `PREFIX_FREE` only the subtracted class may not.
 KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {logits_process.SuppressTokensLogitsProcessor}
 # All processors and criteria of transformers that depend on their arguments only and accept any sequence. Others call a
 # function or a model, or remember earlier calls, as classes of new releases may.
@@ -171,7 +171,7 @@ class OfRow(LogitsProcessor):
 
 
 def for_row(processors: Sequence[LogitsProcessor], row: int, rows: int) -> list[LogitsProcessor]:
-    """The processors of a batch for one of its sequences; those not `KNOWN` are called for all rows at once."""
+    """A batch's processors for one of its rows. Those not `KNOWN` are in `InOrder`, called for all rows at once."""
     as_they_are = (*PREFIX_FREE, InOrder)
     return [each if isinstance(each, as_they_are) else OfRow(each, row, rows) for each in in_order(processors)]
 
@@ -182,8 +182,8 @@ def _of_all_rows(processor: Any) -> Any:
 
 
 def _ignored(processor: Any) -> Any:
-    """Number of first tokens that a penalty ignores (`int`, or `[rows]` for padded prompts); `None` if it ignores
-    none."""
+    """Number of first tokens that a penalty ignores in the processor's row, as an `int` or 0-d tensor; `None` if it
+    ignores none."""
     processor, row = (processor.processor, processor.row) if isinstance(processor, OfRow) else (processor, 0)
     ignored = getattr(processor, "prompt_ignore_length", None)
     if class_of(processor) not in ASKS_WHICH or not isinstance(ignored, int | Tensor):
@@ -215,14 +215,14 @@ class Processing:
         self.answers_all = all(class_of(_of_all_rows(each)) in KNOWN for each in self.processors)
 
     def for_graphs(self) -> Processing:
-        """The processors that CUDA graphs can run."""
+        """With only those processors that CUDA graphs can run."""
         found = Processing([each for each in self.processors if class_of(each) in KEEPS_SOME])
         if found.fits_graphs:
             return found
         return Processing([each for each in found.processors if class_of(each) in PREFIX_FREE])
 
     def with_contents(self) -> Processing:
-        """With one of `Warpers` in place of each run of processors whose numbers can be contents of a tensor."""
+        """With a `Warpers` in place of each run of consecutive `WARPERS`, whose numbers are then in a tensor."""
         found: list[Any] = []
         runs: list[Any] = []
         for each in self.processors:
@@ -245,7 +245,7 @@ class Processing:
         return Processing([logits_process.TemperatureLogitsWarper(temperature), *self.processors])
 
     def together(self) -> Processing:
-        """For all sequences of a call at once, as returned by `shown`, without state of one call."""
+        """For all sequences of a batch at once. Penalties ignore no tokens, so sequences must be those of `shown`."""
         processors = [(_of_all_rows(each), _ignored(each)) for each in self.processors]
         return Processing([each if left is None else type(each)(each.penalty) for each, left in processors])
 
@@ -271,7 +271,7 @@ class Processing:
 
     def of_nodes(self, scores: Tensor, texts: Tensor | None) -> Tensor:
         """Process `scores` `[rows, n, vocab]` without reads by the host. `texts`: `[rows, n, length]`, the prefix of
-        each; `None` if no processor depends on the tokens."""
+        each position; `None` if no processor depends on the tokens."""
         rows = scores.flatten(0, 1)
         before = rows.new_zeros((len(rows), 1), dtype=torch.long) if texts is None else texts.flatten(0, 1)
         return self._apply(before, rows).view_as(scores)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DRAWS_AHEAD = 8  # of one float per token: 5 MB per row of a batch for a vocabulary of 150k
+DRAWS_AHEAD = 8  # each of one float per token: 5 MB per row of a batch for a vocabulary of 150k
 
 
 class NothingToDrawError(RuntimeError):
@@ -29,19 +29,19 @@ class NothingToDrawError(RuntimeError):
 
 class Randomness(Protocol):
     def categorical(self, probs: Tensor) -> Tensor:
-        """An index (0-d int64) drawn with probabilities `probs` (`[n]`, need not sum to exactly 1). On a CPU
-        `NothingToDrawError` if there is none."""
+        """An index (0-d int64) drawn with probabilities `probs` (`[n]`, need not sum to exactly 1). If all are 0 or one
+        is NaN, `NothingToDrawError` on a CPU, and any index elsewhere."""
 
     def bernoulli(self, probability: float) -> bool:
         """True with this probability."""
 
     def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
-        """The index of the first test that passes, from the last to the first, then an index drawn from its row. One
-        read. `NothingToDrawError` if no index can be drawn.
+        """The index i of the last test that passes, and an index drawn from row i of `weights`, with one read from the
+        device. `NothingToDrawError` if no index can be drawn.
 
         Args:
-            tests: `[n]`, probabilities to pass. If none passes, index 0 is used.
-            weights: `[n, size]`.
+            tests: `[n]`, the probability with which each test passes. If none passes, i is 0.
+            weights: `[n, size]`; rows need not sum to 1.
         """
 
 
@@ -96,8 +96,8 @@ class TorchRandomness:
         return int(index), int(token)
 
     def _race(self, weights: Tensor) -> torch.return_types.max:
-        """An index drawn with `weights` `[..., n]`, and w_i / E_i there, with exponential numbers E_i: i fires at time
-        E_i / w_i, so it is the first with probability w_i / sum(w)."""
+        """An index drawn with `weights` `[n]` or `[1, n]`, and w_i / E_i there, for exponential numbers E: i fires at
+        time E_i / w_i, so it is the first with probability w_i / sum(w)."""
         # `multinomial` does the same, but waits for the device to check its arguments.
         return (weights / self._times(weights[None] if weights.dim() == 1 else weights)[0]).max(-1)
 
@@ -133,8 +133,8 @@ class AsPlain(TorchRandomness):
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) of `shape`, in `widest`. Drawn on the host by `generator`, by default torch's global one, so
-    that a seed gives the same numbers for every device."""
+    """Numbers in [0, 1) of `shape`, of dtype `widest`. Drawn on the host by `generator`, by default torch's global one,
+    so that a seed gives the same numbers for every device."""
     return torch.rand(shape, generator=generator, dtype=torch.float64).to(device, widest(device))
 
 
@@ -157,7 +157,7 @@ def seed_of(seed: int, *parts: object) -> int:
     return int.from_bytes(digest[:4], "big") // 2
 
 
-BLOCK = 256
+BLOCK = 256  # tokens in a block of `Likeliest` and `Inverted`
 
 
 class Siblings(Protocol):

@@ -2,7 +2,7 @@
 
 Large layers use copies of their weights (`models.cpu.products`) for numbers of rows for which copies are faster
 (`ProductTimes`); small layers use PyTorch's own kernel. Attention over several tokens reads cached keys and values
-directly, whereas transformers copies them for each query head (`grouped_attention`). Both give the same bits.
+directly, whereas transformers copies them for each query head (`grouped_attention`), with the same bits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FasterProducts:
         int8: owner of the int8 copies of the draft's weights, also checked here. `None`: no int8.
 
     Attributes:
-        layers: layers with copies, and their forwards.
+        layers: for each layer with a copy its forward in this context.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class FasterProducts:
 
 
 def _multiply(layer: nn.Linear, input: Tensor) -> Tensor:
-    """Forward of a layer in a context of any thread; PyTorch's own unless this thread is in that context."""
+    """Forward of a layer while a thread is in its context: the context's in that thread, PyTorch's own in others."""
     here = _local.contexts[-1].get(layer)
     return functional.linear(input, layer.weight, layer.bias) if here is None else here(input)
 

@@ -26,22 +26,22 @@ from torch import Tensor
 from torch.nn import functional
 
 PACKED_FOR = 4  # rows; oneDNN packs a weight alike for all numbers of rows except 1
-MOST_INT8_ROWS = 16  # tokens in an int8 pass. They share a scale, for which a prompt's first token is too large.
+MOST_INT8_ROWS = 16  # most tokens in an int8 pass. They share a scale; a prompt's first token needs a far larger one.
 LEVELS = 127
 TINY = 1e-30  # replaces 0 where a scale is divided by
-AT_ONCE = 1 << 24  # elements packed by one call; at its end a process waits for one call
+AT_ONCE = 1 << 24  # elements packed by one call; a process that ends waits for one call
 LARGEST = 15  # a float16 weight is scaled so that its largest element lies between 2^14 and 2^15
 MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave the range of float32
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
-ROWS = (1, 4, 16)  # of the measured multiplications
-UP_TO = (2, 8, 24)  # rows that each measurement applies to; more rows use PyTorch's own kernel
-ALIKE = 32  # most rows of a pass in half precision; in wider ones PyTorch's own kernel for AMX rounds differently
-SAMPLE = 1 << 21  # elements of a weight
+ROWS = (1, 4, 16)  # numbers of rows whose multiplications are measured
+UP_TO = (2, 8, 24)  # most rows that each measurement applies to; with more, PyTorch's own kernel is used
+ALIKE = 32  # most rows for copies in half precision; with more, PyTorch's own kernel for AMX also rounds differently
+SAMPLE = 1 << 21  # elements of a weight that are measured
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
-RUNS, MOST_RUNS = 3, 6  # of each multiplication
+RUNS, MOST_RUNS = 3, 6  # of each measured multiplication
 AGREE = 1.15  # maximum ratio of the second shortest run to the shortest; else runs were disturbed
-LEAST_GAIN = 1.05  # of a copy's kernel over PyTorch's own
-MOST_LOSS = 1.3  # for more rows: below, the copy is used too, so that rows have the same bits in all narrow passes
+LEAST_GAIN = 1.05  # least ratio of the times of PyTorch's own kernel and a copy's for which the copy is used
+MOST_LOSS = 1.3  # ratio of times up to which a copy that is faster for fewer rows is used, so that bits stay the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class OneDnnWeight:
 def _scale_of(weight: Tensor) -> float | None:
     """The power of two for a `Float16Weight`; `None` for a weight with NaN or infinity, or without elements.
 
-    Example: if the largest element is 0.3, the factor is 2^16, and this element becomes 19661. A bfloat16 element of
+    Example: if the largest element is 0.3125, the factor is 2^16, and this element becomes 20480. A bfloat16 element of
     2^-30 becomes 2^-14, which float16 stores with all 8 bits.
     """
     largest = max(map(abs, torch.stack(weight.detach().aminmax()).tolist())) if weight.numel() else math.nan
@@ -173,7 +173,7 @@ class Int8Weight:
         return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., out]`: `x` `[..., in]`, rounded to 8 bits with one scale, times the weight plus `bias`.
+        """`[..., out]`: `x` `[..., in]`, rounded to 8 bits with one scale for all rows, times the weight plus `bias`.
 
         Processors without VNNI use 7 bits, because they add two products in 16 bits, and 2 * 127 * 127 fits.
 
@@ -211,7 +211,7 @@ class ProductTimes:
     def of(cls, own: tuple[float, ...], copied: tuple[float, ...], is_half: bool = False) -> ProductTimes:
         """Choose the numbers of rows for which the copy is used.
 
-        In half precision the copy is used for 1 to 32 rows if its three times together are shorter, otherwise never:
+        In half precision the copy is used for 1 to 32 rows if its times together gain `LEAST_GAIN`, otherwise never:
         with two kernels passes over one token and over several would round differently.
 
         Example: PyTorch's own kernel takes 2.3, 2.4 and 3.9 ms for 1, 4 and 16 rows, and the copy's 0.9, 1.4 and 4.9.
@@ -228,7 +228,7 @@ class ProductTimes:
         return cls(own, copied, least, most)
 
     def seconds(self, rows: int, with_copy: bool) -> float:
-        """Seconds per element for `rows` rows, along straight lines between the measured times."""
+        """Seconds per element for `rows` rows, along straight lines through the measured times."""
         times = self.copied if with_copy and self.least <= rows <= self.most else self.own
         points = list(zip(ROWS, times, strict=True))
         (x, a), (y, b) = next((pair for pair in pairwise(points) if rows <= pair[1][0]), points[-2:])

@@ -25,12 +25,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_specdecpp.models.cpu.products import ending
 
-ROWS, BUCKETS = 16, 1021  # a prime number of buckets, so that moved rows or columns change buckets
+ROWS, BUCKETS = 16, 1021  # of `fingerprint`: a prime number of sums, so that moved rows or columns change sums
 MOST_OF_FREE = 0.25  # share of the free memory that copies may take
 SHARE = 0.04  # share of generation time for making copies, if PyTorch uses every core
-POLL = 0.02  # seconds
+POLL = 0.02  # seconds until the waiting thread looks again
 NICE = 10  # priority of the thread: about a tenth of a core that others also use
-NEVER = -1
+NEVER = -1  # instead of a write count, which is never negative
 # Memory of a container: folder, file with its limit, file with its usage, and the name in `memory.stat` of pages of
 # files, which are counted as used but can be freed.
 CONTAINERS = (
@@ -58,7 +58,7 @@ class WeightCopy:
             self.version = NEVER
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether the weight is in place and PyTorch has counted no write since the copy was made or checked."""
+        """Whether the weight has the same memory, and PyTorch counted no write, since the copy was made or checked."""
         return weight._version == self.version and weight.data_ptr() == self.address
 
     def check(self, weight: Tensor) -> None:
@@ -261,7 +261,7 @@ def fingerprint(weight: Tensor) -> Tensor:
     is always detected, and several writes unless they cancel out in each sum.
 
     Returns:
-        `[1021 + rest]` int64, where `rest` are the last integers, which do not fill a row of 1021.
+        `[1021 + n]` int64: the sums, and the last n integers, which do not fill a row of 1021.
     """
     numbers = weight.detach().view(-1).view(torch.int64)
     whole = numbers.numel() - numbers.numel() % (ROWS * BUCKETS)
