@@ -42,7 +42,7 @@ def check_trackers(report_to: str | list[str]) -> None:
 
 
 def logging_to(folder: Path) -> AbstractContextManager[None]:
-    """A context in which new Trainers write TensorBoard's files to `folder`; checkpoints are deleted later."""
+    """A context in which new Trainers write TensorBoard's files to `folder`: that of the checkpoints is deleted."""
     return patch_environment(**{LOG_FOLDER: os.environ.get(LOG_FOLDER, str(folder))})
 
 
