@@ -98,7 +98,7 @@ class Record:
         return differences(found.get("settings", {}), self.settings) if found else []
 
     def begin(self) -> None:
-        """Write the settings. Files of `made` from other or unknown settings are deleted first, with a warning."""
+        """Write the settings. First deletes files of `made` from other settings (with a warning) or unknown ones."""
         found = self._read()
         if found.get("settings") == self.settings:
             return
