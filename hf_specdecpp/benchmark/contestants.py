@@ -44,7 +44,7 @@ class Contestant:
         stock: for transformers' assisted generation, fields of the draft's generation config.
         lookup: for transformers' prompt lookup, arguments of `generate()`.
         same_passes: for plain generation, use the matrix multiplications of the assistant.
-        memory: memory of the assistant for this contestant.
+        memory: statistics that the assistant collects for this contestant, separate from those of others.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Contestant:
 
     @property
     def is_constant(self) -> bool:
-        """Whether this is a fixed rival of adaptive rules: chains of at most 8, or a threshold of 0.3 to 0.7."""
+        """Whether it drafts chains of a fixed length up to 8, or by a threshold of 0.3 to 0.7 that is not `online`."""
         config = self.speculation
         if config is None or config.draws_trees:
             return False
@@ -141,7 +141,7 @@ def quick_contestants(has_head: bool) -> list[Contestant]:
 
 
 def without_draft() -> list[Contestant]:
-    """New contestants that need no draft. `lookup` must not be shared: it keeps an assistant of its target."""
+    """The contestants that need no draft. `lookup` is a new object in each call: it keeps an assistant of a target."""
     options = ({"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": size} for size in (2, 3))
     theirs = [
         Contestant(f"prompt lookup {each['max_matching_ngram_size']}", "prompt lookup", lookup=each) for each in options
@@ -188,7 +188,7 @@ def _trees(judges: Sequence[str], has_rates: bool) -> list[Contestant]:
 
 
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
-    """The baselines, and contestants whose name or family matches a pattern, such as `fixed*`; `ValueError` if none."""
+    """The baselines, and all whose name or family matches a pattern; `ValueError` for a pattern that none matches."""
 
     def matches(contestant: Contestant, pattern: str) -> bool:
         return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)

@@ -111,7 +111,7 @@ class LiveBenchmark:
         return [each for each in self.contestants if not question.batch or each in BASELINES or each not in alone]
 
     def _missing(self, question: Question, temperature: float, number: int) -> list[Contestant]:
-        """The contestants without an answer, rotated by the question's number; with any, both baselines run again."""
+        """The contestants without an answer, rotated by the question's number; if any, also both baselines."""
         here, able = (*question.key, temperature), self._able(question)
         rows = [row for row in self.log.rows if (row["set"], row["prompt"], row["temperature"]) == here]
         done = {row["contestant"] for row in comparable(rows)}
@@ -121,7 +121,7 @@ class LiveBenchmark:
         return [*(each for each in BASELINES if each not in missing), *missing] if missing else []
 
     def _time(self, question: Question, temperature: float, contestant: Contestant) -> Row:
-        """The log's row of a generation, repeated until undisturbed; of `attempts` the least disturbed counts."""
+        """The log's row of the least disturbed of up to `attempts` runs; no run follows an undisturbed one."""
         names = [row["contestant"] for row in self.log.rows if row["session"] == self.log.session]
         rows: list[Row] = []
         while len(rows) < self.config.attempts and not (rows and not rows[-1]["disturbed"]):
@@ -259,7 +259,7 @@ def _machine() -> tuple[float, float] | None:
 def mismatches(
     rows: Sequence[Row], questions: Sequence[Question], target: CausalLM, decode: Callable[[int], Any]
 ) -> list[Row]:
-    """Greedy answers that differ from plain generation: the result of `explain_parting`, and the tokens' `texts`."""
+    """Greedy answers that differ from plain generation: set, prompt, contestant, `explain_parting`, token `texts`."""
     prompts = {question.key: question.ids for question in questions}
     greedy = [row for row in rows if row["temperature"] == 0.0]
     plain = {(row["set"], row["prompt"]): row["answers"] for row in greedy if row["contestant"] == PLAIN.name}

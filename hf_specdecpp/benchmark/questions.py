@@ -77,7 +77,7 @@ class Benchmark:
 
     @property
     def asked(self) -> list[Question]:
-        """All questions to time: single prompts, then batches."""
+        """All questions to time: single prompts (unless `live` is off), then batches."""
         return [*(self.questions if self.config.live else []), *in_batches(self.questions, self.config.batch_size)]
 
     @cached_property

@@ -67,7 +67,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
 
 
 def _table(rows: Sequence[Row], title: str) -> Table:
-    """A table without empty columns. Marks: `>` the fastest, `~` intervals that overlap with its own, `*` disturbed."""
+    """A table without empty columns. Marks: `>` the fastest, `~` interval overlaps with that of `>`, `*` disturbed."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH)
     columns = [each for each in COLUMNS if each.terminal and any(map(each.cell, rows))]
     table.add_column("contestant", ratio=1)

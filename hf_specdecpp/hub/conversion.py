@@ -32,12 +32,12 @@ def convert(folder: Path, out: Path, **models: str | None) -> None:
     """Convert the SpecDec++ head, or the published draft, in `folder` into the new folder `out`.
 
     Args:
-        models: `draft_id`, `draft_revision`, `target_id` and `target_revision` of the models that the head was trained
-            with. Without `draft_id` only the head can be loaded (`repository.load_head`), not the assistant.
+        models: `draft_id`, `draft_revision`, `target_id` and `target_revision` that the head was trained with, only for
+            heads. Without `draft_id` only the head can be loaded (`repository.load_head`), not the assistant.
 
     Raises:
-        ValueError: a file is damaged, unsafe or not a SpecDec++ head.
-        OSError: a file is missing, or `out` exists already.
+        ValueError: a file is damaged, unsafe or neither a SpecDec++ head nor a published draft.
+        OSError: a file is missing, or `out` has a `config.json` already.
     """
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already has a {CONFIG}, which would be overwritten. Choose a new folder.")

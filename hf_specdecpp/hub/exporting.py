@@ -17,14 +17,14 @@ from hf_specdecpp.hub.repository import load_config, load_parts
 from hf_specdecpp.serving import Destination, Exported
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
-USUAL, MOST = 3, 8  # candidates per round: without a measurement, and at most with one
+USUAL, MOST = 3, 8  # candidates per round: without a measured acceptance, and the maximum with one
 COST_RATIO = 0.2  # time of a draft step in target passes, as with the models of the SpecDec++ paper
 
 
 def export(
     assistant: str | Path, output: str | Path, target: str | Path | None = None, to: str | None = None
 ) -> Exported:
-    """Write the draft of an assistant into a folder that is new or empty, for vLLM, SGLang, llama.cpp or transformers.
+    """Write an assistant's draft into a new or empty folder. Returns commands of engines that serve it, and notes.
 
     Args:
         target: a Hub id or folder; by default the target in the assistant's `config.json`.
@@ -94,7 +94,7 @@ def draft_length(config: SpecDecPPConfig) -> tuple[int, str]:
 
 
 def check(to: str, commands: list[str], folder: Path) -> str:
-    """Let vLLM, if it is installed, read the configs of target and draft (in `folder`, before the folder is renamed).
+    """If `to` is vLLM, and it is installed, let it read the configs of target and draft (in `folder`, renamed later).
     Returns a sentence on the result. Raises vLLM's error if vLLM refuses them, usually a `ValueError`."""
     if to != "vllm" or find_spec("vllm") is None:
         return f"The loader of {ENGINES[to]} has not read the files: it is not installed here, or needs them converted."
@@ -106,7 +106,7 @@ def check(to: str, commands: list[str], folder: Path) -> str:
 
 
 def write_script(to: str, commands: list[str], folder: Path) -> None:
-    """Write the commands into the executable file `serve.sh`, which runs in the present working directory, skips
+    """Write the commands into the executable file `serve.sh`, which changes to the present working directory, skips
     conversions whose result exists, and passes its arguments on to the server."""
     path, (*conversions, server) = folder / "serve.sh", commands
     lines = ["#!/bin/sh", f"# {ENGINES[to]} serves this draft.", "set -e", f"cd {shlex.quote(str(Path.cwd()))}"]

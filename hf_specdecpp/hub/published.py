@@ -26,7 +26,7 @@ class Published:
 
     @property
     def measured(self) -> str:
-        """Example: "3.72 tokens a pass (MT-bench)"; empty if no figure was published."""
+        """The figure as text, such as "3.72 tokens a pass (MT-bench)"; empty if no figure was published."""
         if self.measured_on is None:
             return ""
         figure = f"{self.speedup} times the speed" if self.speedup else f"{self.tokens_per_pass} tokens a pass"
@@ -35,8 +35,8 @@ class Published:
 
 @cache
 def table() -> tuple[Published, ...]:
-    """All published drafts, those of a target together, the best first: drafts that one source compared with others,
-    by their figures; then other drafts with a figure, which is not comparable; then those without."""
+    """All published drafts, those of a target together in this order: drafts that one source compared, the best first;
+    other drafts with a figure, which is not comparable; drafts without a figure."""
     rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     return tuple(Published(**row) for row in rows)
 
@@ -50,7 +50,7 @@ def published(target: str) -> list[Published]:
 
 
 def advice(target: str) -> str | None:
-    """A line that names the best draft for a model that needs no conversion; `None` if there is none."""
+    """A line that names the best of the drafts for `target` that need no conversion; `None` if there is none."""
     best = next((each for each in published(target) if each.file == "safetensors"), None)
     if best is None:
         return None

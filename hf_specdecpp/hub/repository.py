@@ -35,8 +35,8 @@ AUTO_KWARGS = ("config", "trust_remote_code", "adapter_kwargs", "_from_auto", "_
 
 
 def load_config(repository: Repository) -> SpecDecPPConfig:
-    """The config of an assistant, with its origin. `ValueError` if `config.json` is damaged, of a newer format, or does
-    not describe an assistant."""
+    """The config of an assistant or of a published draft, with its repository and commit. `ValueError` if `config.json`
+    is damaged, of a newer format, or describes neither."""
     path = repository.file(CONFIG)
     kind, raw = read_config(path)
     commit = repository.commit(path)
@@ -65,7 +65,7 @@ def load_parts(
 
 
 def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) -> Path:
-    """The folder of an adapter, with both files checked; unlike in peft, there is no fallback to a pickle."""
+    """The folder of an adapter. `OSError` if a file is missing, `ValueError` if damaged. A pickle is never read."""
     paths = [repository.file(f"{folder}/{name}" if folder else name) for name in ADAPTER_FILES]
     load_tensors(paths[1])
     return paths[0].parent

@@ -27,7 +27,7 @@ from hf_specdecpp.terminal.listener import Answer, Listener, coloured, picture
 from hf_specdecpp.texts.parting import explain_parting
 from hf_specdecpp.texts.prompts import read_prompts
 
-QUESTIONS = Path(__file__).with_name("questions.jsonl")  # for lookups, three of the answers repeat earlier text
+QUESTIONS = Path(__file__).with_name("questions.jsonl")  # three of the answers repeat earlier text, where lookups help
 TURNS, WARM_UP_TOKENS = 2, 8
 COLUMNS = "tokens", "tokens per target pass", "times as fast", "by the clock"
 INTRODUCTION = """
@@ -38,7 +38,7 @@ Speeds are compared in CPU time, which other programs hardly change."""
 
 @dataclass(frozen=True)
 class Comparison:
-    """A question, the answers of plain `generate()` and of the assistant, and the latest statistics."""
+    """A question, the answers of plain `generate()` and of the assistant, and the statistics of the last answer."""
 
     kind: str
     question: str
@@ -54,7 +54,7 @@ def gain(compared: list[Comparison], clock: str = "seconds") -> float:
 
 
 def run(config: DemoConfig, console: Console) -> None:
-    """Load target and assistant, answer all questions, and print the comparison. Exit code 1 if answers differ."""
+    """Load target and assistant, answer all questions, print the comparison. Exit code 1 if `Demo.wrong` is not 0."""
     file = config.svg
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise PermissionError(f"The picture {str(file)!r} cannot be written. Name a file in a folder that is yours.")
@@ -95,7 +95,7 @@ def run(config: DemoConfig, console: Console) -> None:
 
 @dataclass
 class Demo:
-    """Generates and prints the answers. `wrong`: number of wrong answers so far."""
+    """Generates and prints the answers. `wrong`: number of questions with differences that rounding cannot explain."""
 
     model: CausalLM
     tokenizer: PreTrainedTokenizerBase

@@ -24,7 +24,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer: the text that it adds, whether it is an accepted candidate, and the seconds until its pass.
+    """A token of an answer: its text, whether it is an accepted candidate, and the seconds until the end of its pass.
 
     If a character consists of several tokens, the text of the last one is the character, and that of others is empty.
     """
@@ -36,7 +36,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of an answer, its seconds including the prompt's pass, seconds by another clock, and token ids."""
+    """The tokens of an answer, its seconds with the prompt's pass, the same by the wall clock, and its token ids."""
 
     tokens: Sequence[Token]
     seconds: float

@@ -8,8 +8,8 @@ import torch
 
 from hf_specdecpp.models.causal_lm import CausalLM
 
-# Maximum difference of two logits, relative to the largest, that rounding can reverse: four times the spacing of the
-# dtype. A pass over several tokens rounds differently from a pass over one.
+# Maximum difference of two logits, relative to the largest, that rounding can reverse: four times the largest relative
+# rounding error of the dtype. A pass over several tokens rounds differently from a pass over one.
 ROUNDING = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 
 
@@ -19,7 +19,7 @@ def explain_parting(target: CausalLM, prompt: list[int], plain: list[int], other
 
     Returns:
         `place`, the index of the first different token; `tokens`, both tokens there (`None` if an answer has ended);
-        `gap`, the larger difference of their logits from the largest logit, relative to the largest magnitude;
+        `gap`, how far the lower of their logits is below the largest, relative to the largest magnitude of a logit;
         `near_tie`, whether rounding explains the gap, which is never the case in float32 and float64.
     """
     pairs = enumerate(zip(plain, other, strict=False))

@@ -76,7 +76,7 @@ def split_prompts(
     """Split all distinct prompts into `train` and `heldout`. `ValueError` if there are too few prompts, all are in
     `unseen`, or as in `read_prompts`.
 
-    A hash of `Prompt.opening` decides, so that both sets have different openings, and other prompts hardly matter. At
+    A hash of `Prompt.opening` decides, so both sets have different openings, and new prompts hardly move old ones. At
     least two openings are held out unless `heldout` is 0: one to calibrate the head, one to evaluate it.
 
     Args:

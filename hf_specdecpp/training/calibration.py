@@ -92,7 +92,7 @@ def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
 
 
 def quality(estimate: Tensor, label: Tensor, index: Tensor) -> dict[str, object]:
-    """ECE and binary KL of estimates, and the mean error of their cumulative products. All `[n]`, chain after chain."""
+    """ECE, binary KL, and the mean signed error of cumulative products (`survival`). All `[n]`, chain after chain."""
     predicted, true = survival(estimate, index), survival(label, index)
     return {
         "ece": ece(estimate, label),

@@ -60,7 +60,7 @@ def run(config: TrainingConfig) -> Path:
 
 
 def results(config: TrainingConfig) -> dict[str, Any]:
-    """Settings and measurements of all stages, as `make_card` takes them; `None` for a stage that has not run."""
+    """Settings and results of all stages for `make_card`, `None` for one that has not run (`ValueError` for `eval`)."""
     if not (config.work / EVALUATION).is_file():
         raise ValueError(
             f"{config.work / EVALUATION} is missing: run the stages 'head', 'calibrate' and 'eval' before 'card'."

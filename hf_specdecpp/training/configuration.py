@@ -86,14 +86,14 @@ class DistillConfig(Section):
         batch_size (answers): number per process and forward pass.
         gradient_accumulation_steps (passes): number per step of the optimiser.
         max_length (tokens): a prompt with its answer is truncated to this length.
-        unroll (candidates): steps of a round that are trained. From the second on, the draft reads its own states.
-        fusion_learning_rate: learning rate of a conditioned draft's fusion, whose fitted first weights a higher rate
-            destroys.
+        unroll (candidates): number of trained steps of a round, for a draft that reads the target's states. From the
+            second step on, it reads its own states instead.
+        fusion_learning_rate: for a conditioned draft's fusion. A higher rate would destroy its fitted first weights.
         fusion_rank (dimensions): rank of a conditioned draft's fusion; full by default. A low rank keeps the repository
             small if the target is wide.
         loss: `"kl"`: KL(p || q); `"tv"`: the total variation, which is the probability of a rejection; `"kl+tv"`: the
             KL divergence plus twice the total variation.
-        bf16: mixed precision: float32 weights, bfloat16 matrix multiplications.
+        bf16: mixed precision: trained weights in float32, other weights and matrix multiplications in bfloat16.
         start_from: continue to train the draft of another run (its `work_dir`, with the same kind of draft), or of the
             repository of a published EAGLE-3 draft.
     """
@@ -221,7 +221,7 @@ class TrainingConfig(Section):
 
     @property
     def own_files(self) -> list[str]:
-        """Name of the file in `work` with a trained fusion or layers; an empty list for other kinds of draft."""
+        """Name of the file in `work` with a trained fusion or own layers, as a list; `[]` for other kinds of draft."""
         return [self.kind.own_file] if self.kind.own_file else []
 
     @property
@@ -245,7 +245,8 @@ class TrainingConfig(Section):
         return bool(self.own_files) and not self.kind.own_layers
 
     def find_ready_made(self) -> None:
-        """If `draft` is the repository of a published draft, set `draft` to its kind and `distill.start_from` to it."""
+        """If `draft` is the repository of a published draft, set `distill.start_from` to the repository, `draft` to the
+        name of its kind, and `distill.enabled` to `False`."""
         if self.independent_draft is not None and (found := ready_made(self.independent_draft)) is not None:
             self.distill = replace(self.distill, enabled=False, start_from=self.draft)
             self.draft = found.name
@@ -255,7 +256,7 @@ class TrainingConfig(Section):
         return Path(self.work_dir) if self.work_dir else Path(f"{self.output}-work")
 
     def sampling(self, temperature: float) -> Sampling:
-        """Temperature and top-k of the answers at a temperature; labels of the head are computed with the same."""
+        """How answers are sampled at a temperature, with `rollouts.top_k`; the head's labels are computed likewise."""
         return Sampling(temperature, self.rollouts.top_k)
 
     def validate(self) -> None:

@@ -105,9 +105,9 @@ def acceptance_interval(label: Tensor, text: Tensor) -> list[float] | None:
 def survivals(
     rows: dict[str, Tensor], estimates: Mapping[str, Tensor], inputs: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The probability that all candidates of a chain up to each are accepted, `[chains, longest]`, NaN after a chain's
-    end: the true probability, and by estimator the estimate that is known before the next candidate is drafted, which
-    may be late or early by a candidate (`inputs` of the head)."""
+    """The probability that a candidate and all earlier ones of its chain are accepted, `[chains, longest]`, NaN after a
+    chain's end: the true one, and by estimator the estimate known before the next candidate is drafted, which excludes
+    the candidate itself if a head's `inputs` are "after", and includes the next one if "path"."""
     lags = {"head": LAGS[inputs], "published head": LAGS["path"]}
     judged = {name: survival(each, rows["index"]) for name, each in estimates.items()}
     judged = {name: functional.pad(each, (lag := lags.get(name, 0), -lag), value=1.0) for name, each in judged.items()}
@@ -115,7 +115,7 @@ def survivals(
 
 
 def rule_curves(true: Tensor, judged: Mapping[str, Tensor], seconds: Any) -> dict[str, list[Outcome]]:
-    """Outcomes of the threshold rule with each of the `survivals`, and of fixed lengths; `seconds` as in `outcome`."""
+    """Outcomes of all `THRESHOLDS`, by estimator in `judged`, and of all `LENGTHS` (`"fixed"`); see `outcome`."""
     whole = (~true.isnan()).sum(1)
     curves = {
         name: [outcome(torch.minimum(stop_lengths(each, h), whole), true, h, seconds) for h in THRESHOLDS]
@@ -126,8 +126,8 @@ def rule_curves(true: Tensor, judged: Mapping[str, Tensor], seconds: Any) -> dic
 
 
 def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """`at_best`: the outcome of the best fixed length, and at its verification rate, for each other rule, the discard
-    rate and the share of discards that the rule saves (`None` outside the rule's curve)."""
+    """`at_best`: the outcome of the fastest fixed length, and for each estimator's threshold rule at as many passes a
+    token, the discard rate and the share of discards that the rule saves (`None` outside the rule's curve)."""
     best = max(curves["fixed"], key=lambda point: point.speed)
     at = {name: discards_at(points, best.verification_rate) for name, points in curves.items() if name != "fixed"}
     fewer = {
@@ -142,13 +142,13 @@ def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any
 
 @dataclass
 class Outcome:
-    """Discarded candidates and passes per generated token, candidates per round, and tokens per second, of a rule."""
+    """Expected results of a stopping rule with one setting."""
 
-    setting: float
-    discard_rate: float
-    verification_rate: float
-    mean_length: float
-    speed: float
+    setting: float  # the threshold, or the fixed length
+    discard_rate: float  # discarded candidates per generated token
+    verification_rate: float  # target passes per generated token
+    mean_length: float  # candidates per round
+    speed: float  # generated tokens per unit of the `seconds` of `outcome`: relative to plain generation in reports
 
 
 def stop_lengths(judged: Tensor, threshold: float) -> Tensor:
@@ -158,10 +158,10 @@ def stop_lengths(judged: Tensor, threshold: float) -> Tensor:
 
 
 def outcome(lengths: Tensor, true: Tensor, setting: float, seconds: Any) -> Outcome:
-    """Expected rates if the first `lengths` `[chains]` candidates are drafted, in `seconds` `[longest + 1]` by length.
+    """Expected results if the first `lengths` `[chains]` candidates of the chains are drafted, each chain in a round.
 
-    Each chain is one round. A candidate is accepted with probability `true` `[chains, longest]` (the product of the
-    labels up to the candidate), and a round generates its accepted candidates and one more token.
+    A candidate is accepted with probability `true` `[chains, longest]` (`survivals`), and a round generates its
+    accepted candidates and one more token. `seconds` `[longest + 1]`: cost of a round by number of candidates.
     """
     accepted = float(true.nan_to_num().cumsum(1).gather(1, lengths[:, None] - 1).sum())
     drafted, rounds = int(lengths.sum()), len(lengths)

@@ -99,7 +99,7 @@ class Examples:
         Returns:
             `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (only `"before"`), `label` `[n, s]`,
             the probability of acceptance, and `mask` `[n, s]`, the weight of each candidate in the loss. For `"path"`
-            a row counts as often as a round reaches it along this text (`reached`), so it needs no mixture.
+            `tokens` are the answer's, and `mask` is the probability that a round along the answer reaches the token.
         """
         drafter, ids = self.drafter, input_ids.to(self.drafter.device)
         count = input_ids.shape[1] - prompt_length + 1

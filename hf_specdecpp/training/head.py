@@ -28,7 +28,7 @@ SCALARS_RATE = 10.0  # learning rate of the network that reads the scalars, rela
 
 def run(config: TrainingConfig) -> dict[str, float]:
     """Fit the head and write it to `work/head`, unless the same settings were fitted before. Returns the held-out
-    metrics. `ValueError` if there are no rollouts, a shard of features is damaged, or the loss is NaN."""
+    metrics. `ValueError` if there are no rollouts, a shard of features is damaged, or the loss is not finite."""
     folder = config.work / HEAD
     record = trainers.Record(
         folder / RECORD, {"head": asdict(config.head), "features": features.settings(config)}, [folder]
@@ -69,7 +69,7 @@ def fit(
     checkpoints: Path,
 ) -> dict[str, float]:
     """Train `head` in place, from the latest checkpoint if any. Returns `loss`, `binary_kl` and `auc` on `heldout`, and
-    the number of `train_candidates`. `ValueError` if the loss is NaN."""
+    the number of `train_candidates`. `ValueError` if the loss is not finite."""
     options = config.head
     arguments = trainers.training_arguments(
         config,
@@ -105,7 +105,7 @@ def fit(
 
 
 class HeadTrainer(Trainer):
-    """A Trainer with the paper's loss, and dropout of the hidden states before the draw."""
+    """A Trainer with the paper's loss, and dropout of the hidden states of `"before"` and `"path"` heads."""
 
     def __init__(self, options: HeadConfig, drafter: Drafter, **arguments: Any) -> None:
         self.options, self.drafter = options, drafter

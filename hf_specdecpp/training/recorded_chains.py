@@ -42,9 +42,9 @@ ROWS_AT_ONCE = 128  # candidates whose p or q [rows, vocab] are in memory at the
 
 
 def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
-    """The rows of `Recorder.of_text` for rollouts of `split` at the temperature of `sampling`, with `text`, the number
-    of each row's rollout; cached in `work/chains`. `ValueError` if there are no such rollouts, their answers are too
-    short, or a cached shard is damaged."""
+    """The rows of `Recorder.of_text` for up to 200 rollouts of `split` at the temperature of `sampling`, with `text`,
+    the index of each row's rollout; cached in `work/chains`. `ValueError` if there are no such rollouts, their answers
+    are too short, or a cached shard is damaged."""
     config, texts = made.config, made.texts(split, sampling)
     folder = config.work / FOLDER / f"{split}-{sampling.temperature:g}"
     wanted = {"inputs": config.head.inputs, **asdict(sampling), "seed": config.seed, **fingerprint(config)}
@@ -98,7 +98,7 @@ class Recorder:
         Returns:
             One row per candidate, chain after chain: `start`, `index` in the chain, `token`, `hidden` `[rows,
             hidden_size]`, `scalars` `[rows, 6]`, and `label`, the probability that the candidate is accepted. A chain
-            ends with its first end-of-sequence token.
+            ends with its first end-of-sequence token. `hidden` is the draft's state that a head with `inputs` reads.
         """
         drafter, sampling = self.assistant.ready_drafter(), self.sampling
         vocab_size = int(self.assistant.config.vocab_size or 0)
@@ -283,8 +283,8 @@ class BranchingText:
         Args:
             tokens: `[n]`, the nodes' tokens.
             starts: `[n]`, how many tokens of the sequence each node attends to.
-            below: bool `[n, read + n]`, which nodes each node attends to; earlier nodes come first, then the new ones.
-            depths: `[read + n]`, the position of each earlier and new node in the sequence.
+            below: bool `[n, read + n]`: which of the `read` nodes of earlier calls, and of these n, a node attends to.
+            depths: `[read + n]`, the positions of the same nodes in the sequence.
             states: `[n, hidden_size]`, a conditioned draft's own state before each node.
         """
         inputs: dict[str, Any] = {} if states is None else {"states": states[None]}

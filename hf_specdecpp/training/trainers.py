@@ -42,7 +42,7 @@ def check_trackers(report_to: str | list[str]) -> None:
 
 
 def logging_to(folder: Path) -> AbstractContextManager[None]:
-    """A context in which new Trainers write TensorBoard's files to `folder`; checkpoints are deleted later."""
+    """A context in which new Trainers write TensorBoard's files to `folder`: that of the checkpoints is deleted."""
     return patch_environment(**{LOG_FOLDER: os.environ.get(LOG_FOLDER, str(folder))})
 
 
@@ -98,7 +98,7 @@ class Record:
         return differences(found.get("settings", {}), self.settings) if found else []
 
     def begin(self) -> None:
-        """Write the settings. Files of `made` from other or unknown settings are deleted first, with a warning."""
+        """Write the settings. First deletes files of `made` from other settings (with a warning) or unknown ones."""
         found = self._read()
         if found.get("settings") == self.settings:
             return

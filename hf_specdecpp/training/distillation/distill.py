@@ -1,8 +1,8 @@
 """Stage `distill`: train a LoRA adapter of the draft (and a fusion), or an own layer, on the target's answers.
 
-The loss is KL(p || q), or the total variation, at the tokens of the answers. p is computed on the fly at temperature 1
-and without top-k, so that one draft serves all settings of a generation. With `accelerate launch` each process holds
-the whole target.
+The loss is KL(p || q), the total variation, or both, at the tokens of the answers. p is computed on the fly at
+temperature 1 and without top-k, so that one draft serves all settings of a generation. With `accelerate launch` each
+process holds the whole target.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ Report: TypeAlias = dict[str, dict[str, float]]  # metrics by source
 
 
 def run(config: TrainingConfig) -> None:
-    """Choose the draft vocabulary, and train the draft, or only evaluate it if `distill.enabled` is off; the stage
-    `eval` measures published drafts. `ValueError` if there are no rollouts, rollouts or draft do not fit the target, or
-    the loss is not finite."""
+    """Choose the draft vocabulary, and train the draft, or only evaluate it if `distill.enabled` is off. A published
+    draft (`ready_made`) stays as it is. `ValueError` if there are no rollouts, rollouts or draft do not fit the target,
+    or the loss is not finite."""
     work, state = config.work, trainers.process_state()
     answers.record(work)  # raises `ValueError` if there are no answers
     if config.ready_made is not None:
@@ -87,8 +87,8 @@ def run(config: TrainingConfig) -> None:
 
 
 def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, Any]:
-    """Train the draft and store the best scale of the update. Returns the report, with the draft's metrics `before` and
-    `after` on the held-out answers."""
+    """Train the draft and store it with the best share of the update (`_keep_best_share`), unless the share is 0 and it
+    has no fusion. Returns the report, with the draft's metrics `before` and `after` on the held-out answers."""
     # `train` evaluates before the first step, since Trainer 5.23 does not wrap the model in DDP after a call of
     # `evaluate`. Checkpoints contain these metrics.
     checkpoint = trainers.last_checkpoint(config.work / CHECKPOINTS)
@@ -111,7 +111,7 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
 
 
 def _settings(config: TrainingConfig) -> dict[str, Any]:
-    """All settings that the result depends on, and hashes of the files."""
+    """All settings that the result depends on, and hashes of the rollouts' record and of the files in `start_from`."""
     names = {name: getattr(config, name) for name in ("target", "draft", "layers", "reads", "seed")}
     distill = asdict(config.distill)
     if config.distill.start_from is not None:
@@ -133,7 +133,7 @@ def _begun(distill: DistillConfig) -> list[dict[str, Any]]:
 
 def _vocabulary(inputs: DistillationInputs) -> Tensor | None:
     """The draft's token ids `[n]`; `None` for all. Own layers that are trained further keep their vocabulary. Otherwise
-    the most frequent tokens, or the vocabulary of the run in `start_from` if that covers more of held-out answers."""
+    the most frequent tokens, or as many of the run in `start_from` if these cover more of held-out answers."""
     config, target, size = inputs.config, inputs.target, inputs.config.distill.draft_vocab_size
     if inputs.earlier is not None:
         return getattr(inputs.earlier, "token_ids", None)
@@ -193,8 +193,8 @@ def _keep_best_share(
     """Scale the update of adapter and fusion by the share with the highest acceptance on the held-out answers.
 
     After few training tokens an update is partly noise, which scaling down reduces more than the signal (Wortsman et
-    al., Robust fine-tuning of zero-shot models, CVPR 2022). With share 0 there is no adapter, and a conditioned draft
-    keeps the fusion that was fitted by least squares. Only share 1 is evaluated for own layers and with `start_from`.
+    al., Robust fine-tuning of zero-shot models, CVPR 2022). With share 0 the adapter has no effect, and a conditioned
+    draft keeps the fusion fitted by least squares. Only share 1 is evaluated for own layers and with `start_from`.
 
     Returns:
         The metrics of each share, with weights rounded to half precision as they are stored, and the best share.

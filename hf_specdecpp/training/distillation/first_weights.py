@@ -1,8 +1,7 @@
 """Initial weights of drafts that read the target's hidden states: of a fusion (`fit_fusion`), and of an EAGLE-3 layer
 (`untrained_layer`, `fit_layer`), which initially computes about the same as the target's last layer.
 
-Both are fitted by least squares: linear maps predict the target's hidden states from the inputs of the draft, as in
-jump drafting.
+Both are fitted by least squares: linear maps predict the target's hidden states from the inputs of the draft.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ COPIED = ("intermediate_size", "num_attention_heads", "head_dim", "rms_norm_eps"
 USUAL_LENGTH = 2048  # tokens, if the target's config has no maximum length (Bloom)
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 DISTANCES = 2048  # earlier positions that a head must not attend to
-MARGIN = 12.0  # score of the own position above all other scores: weights of at most e^-12 for these
+MARGIN = 12.0  # score of a head's own position minus any other score, so that others weigh at most e^-12
 
 
 def solved(squares: Tensor, products: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ def solved(squares: Tensor, products: Tensor) -> Tensor:
 
 
 def low_rank(wanted: Tensor, squares: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Maps `[out, rank]` and `[rank, in]` whose product approximates `wanted` best, given `squares`, the mean x x^T."""
+    """Maps `[out, rank]` and `[rank, in]` with a product closest to `wanted` on inputs x. `squares`: mean of x x^T."""
     outputs = torch.linalg.eigh(wanted @ squares @ wanted.T).eigenvectors[:, -rank:]
     return outputs, outputs.T @ wanted
 
@@ -56,8 +55,8 @@ def is_usual(states: Tensor) -> Tensor:
 def observed(
     target: CausalLM, reads: StateReader, texts: Iterable[Tensor], last: LastLayer | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Run the target over each sequence `[1, n]` of at least three tokens. Yields the tokens `[n]`, the target's states
-    `[n, width]` that `reads` names, and the input of the last layer's MLP norm `[n, size]`, both in float32."""
+    """Run the target over sequences `[1, n]`, and yield for each with at least three tokens: the tokens `[n]`, and in
+    float32 the states `[n, width]` that `reads` names, and those that `last` records `[n, size]` (size 0 if `None`)."""
     reader, seen = DraftModel(target, shares_target=True), list[Tensor]()
     with ExitStack() as hooks:
         if last is not None:
@@ -151,7 +150,7 @@ def logit_factor(config: Any) -> float:
 
 @torch.no_grad()
 def untrained_layer(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) -> Eagle3Model:
-    """A float32 draft with the target's LM head and final norm, and random other weights."""
+    """A float32 draft with the target's LM head (of the tokens `vocab`) and final norm, and random other weights."""
     model = Eagle3Model(settings).float()
     if model.lm_head is not None:
         ids = torch.arange(model.config.vocab_size, device=target.device) if vocab is None else vocab
@@ -167,12 +166,12 @@ def untrained_layer(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | 
 @torch.no_grad()
 def fit_layer(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
     """Initialise the draft's layer so that it computes about the same as the target's last layer, by least squares on
-    sequences `[1, n]`:
+    sequences `[1, n]`. The names e, g, x and y are those of `FirstLayer`.
 
-    1. fc maps the target's states to its final state before the final norm, scaled to the usual size. The draft's own
-       state y imitates this state, too, so that all steps of a round have similar inputs.
-    2. The input of the target's MLP minus the residual g is predicted linearly from x = [norm_e(e); norm_g(g)]. Heads
-       that attend to their own position only compute o v x, a linear map of limited rank, which holds this prediction.
+    1. fc predicts, from the states that the draft reads, the target's state before its final norm, scaled to the same
+       size at all tokens. The draft's output y imitates this state, too, so that all steps of a round have a similar g.
+    2. The input of the target's MLP minus g is predicted linearly from x. Heads that attend only to their own position
+       compute o v x (o, v: output and value projection), a linear map of limited rank, which is set to this prediction.
     3. The MLP is copied from the target.
     """
     texts, layer = list(texts), model.decoder.layers[0]
@@ -206,7 +205,7 @@ def _places(
 
 
 def _mixing(places: Iterable[tuple[Tensor, ...]]) -> Tensor:
-    """The least-squares weight of fc."""
+    """The weight of fc, fitted by least squares on the `_places` (step 1 of `fit_layer`)."""
     squares = products = sizes = torch.zeros(())
     rows = 0
     for states, final, _, _ in places:
@@ -251,7 +250,7 @@ def _attend_to_own_place(attention: Any, one: Tensor, frequencies: Tensor, count
 
 
 def _carry(attention: Any, wanted: Tensor, squares: Tensor, room: int) -> None:
-    """Set value and output projections of the last heads to `wanted`, or its best approximation of rank `room`."""
+    """Make the last heads' output and value projections multiply to `wanted`, or the closest map of rank `room`."""
     outputs, values = low_rank(wanted, squares, room)
     balance = (values.square().mean() / outputs.square().mean()) ** 0.25  # weights of equal size train at equal rates
     rank = len(values)
@@ -260,7 +259,7 @@ def _carry(attention: Any, wanted: Tensor, squares: Tensor, room: int) -> None:
 
 
 class LastLayer:
-    """The last layer of a target: the inputs of its MLP's norm, and weights of MLP and norm for a draft's own layer.
+    """The last layer of a target: records the inputs of its MLP's norm, and copies MLP and norm to the draft's layer.
 
     If the MLP has another form, or a norm after it (Gemma), no weights are copied, and the layer's output is recorded
     instead.

@@ -54,7 +54,7 @@ class DistillationInputs:
 
     @classmethod
     def load(cls, config: TrainingConfig) -> DistillationInputs:
-        """Load models and rollouts. `ValueError` if there are no rollouts, or the draft or they do not fit."""
+        """Load models and rollouts. `ValueError` without rollouts, or if rollouts or draft do not fit the target."""
         train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
         dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
         target = models.load(config.target, dtype)
@@ -98,7 +98,7 @@ def _useful(answers: Dataset, limit: int, target: CausalLM, config: TrainingConf
 
 
 def _layers_from(kind: DraftKind, start: str) -> Any:
-    """The layers in another run's `work_dir` or in a repository. Errors as in `SpecDecPPAssistant.from_pretrained`."""
+    """The own layers in a run's `work_dir` or a repository. `ValueError` if these have another kind, or are damaged."""
     if Path(start, kind.own_file).with_suffix(".json").is_file():
         return models.load_own(kind, Path(start))
     repository = Repository(start)

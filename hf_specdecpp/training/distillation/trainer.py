@@ -44,7 +44,7 @@ class DistilledDraft(nn.Module):
 
     @property
     def fusion(self) -> StateReader | None:
-        """The module that makes the draft's input of the target's states; `None` if the draft reads only tokens."""
+        """The module that makes the draft's input from the target's states; `None` if the draft reads only tokens."""
         return self.drafter.reads
 
     def forward(
@@ -60,8 +60,8 @@ class DistilledDraft(nn.Module):
         Args:
             input_ids: `[batch, n]`, padded on the right.
             answers: bool `[batch, n - 1]`: whether the next token belongs to an answer.
-            p_logits: function that returns the target's logits `[positions, vocab]` at a slice of the positions of
-                answers: of the draft's tokens for the loss, of all tokens with `measure`.
+            p_logits: function from a slice of these positions to the target's logits `[positions, vocab]` there, where
+                vocab are the draft's tokens for the loss, and all tokens with `measure`.
             states: the target's states `[batch, n, width]`, for a draft that reads them.
 
         Returns:
@@ -246,7 +246,7 @@ class DistillationTrainer(Trainer):
     def _read_target(
         self, inputs: dict[str, Any], logits: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[Any], Tensor], Tensor | None]:
-        """The arguments `answers`, `p_logits` and `states` of `DistilledDraft.forward`. `logits` is the LM head."""
+        """The arguments `answers`, `p_logits` and `states` of `DistilledDraft.forward`; `logits` is the LM head."""
         ids, answers = inputs["input_ids"], inputs["labels"][:, 1:] != IGNORED
         draft, size = self.accelerator.unwrap_model(self.model), self.target.hidden_size
         if (reader := draft.fusion) is None:
@@ -283,8 +283,8 @@ def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float
 
 
 def by_length(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """A random order of answers, the same for the same arguments. The answers of a batch have similar lengths, so that
-    there is little padding."""
+    """Indices of the answers in a random order, the same for the same arguments. The answers of a batch have similar
+    lengths, so that there is little padding."""
     random = np.random.default_rng(seed)
     order, batches = random.permutation(len(lengths)), []
     for block in np.array_split(order, range(batch_size * SORTED_BATCHES, len(order), batch_size * SORTED_BATCHES)):
