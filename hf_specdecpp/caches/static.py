@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from hf_specdecpp.caches.batches import ATTENTION_LAYERS
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 
 def as_growing(target: CausalLM, static: StaticCache, rows: int, longest: int) -> DynamicCache:
@@ -57,9 +57,9 @@ def copy_back(static: StaticCache, growing: DynamicCache) -> None:
 
 def with_static(found: Any, static: StaticCache, growing: DynamicCache) -> Any:
     """The output `found` of `generate()` with the static cache, and with attentions padded to its width."""
-    if isinstance(found, Tensor) or found.past_key_values is not growing:  # some models replace the cache
+    if isinstance(found, Tensor) or found[CACHE] is not growing:  # some models replace the cache
         return found
-    found.past_key_values = static
+    found[CACHE] = static
     if found.attentions is not None:
         rooms = [getattr(layer, "max_cache_len", 0) for layer in list[Any](static.layers)]
         found.attentions = tuple(tuple(map(_widened, step, rooms)) for step in found.attentions)

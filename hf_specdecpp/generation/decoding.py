@@ -214,7 +214,9 @@ class AssistedDecoding:
         finally:
             self.side.end()
         self.texts[0].generator.finish()
+        first = self.texts[0].stats
         for text in self.texts:
+            text.stats.decided["products"], text.stats.has_products = first.decided["products"], first.has_products
             text.end()
         return self.side.output(self.texts)
 

@@ -173,6 +173,7 @@ class DraftSetup:
         """The entries of `SpeculationStats.decided`. `chains`: the reason why no trees are drafted, or `None`."""
         config = self.speculation
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
+        trees = "in every round" if config.draws_trees else "where siblings are worth their time"
         return {
             "rule": self.rule(target),
             "costs": costs if self.rule(target) == "throughput" else "unused",
@@ -180,7 +181,7 @@ class DraftSetup:
             "products": self.described_products(target),
             "verification": verification,
             "corrections": "on" if corrects else "off",
-            "tree": "where siblings are worth their time" if chains is None else f"chains: {chains}",
+            "tree": trees if chains is None else f"chains: {chains}",
         }
 
     def described_products(self, target: CausalLM) -> str:

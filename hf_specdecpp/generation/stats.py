@@ -165,7 +165,8 @@ def suspicion(stats: Counters) -> str:
 def outcome(stats: Counters) -> str:
     """Sentences on the speed relative to plain `generate()`, with the reason if speculation was not faster."""
     if stats.refusal is not None:
-        return f"The call was a plain one, without its assistant: {stats.refusal}"
+        how = "Drafting was given up" if stats.drafted else "The call was a plain one, without its assistant"
+        return f"{how}: {stats.refusal}"
     if stats.is_unused:
         return "Nothing was generated with this assistant yet: model.generate(**inputs, assistant_model=assistant)."
     if stats.rounds == 0:

@@ -52,7 +52,7 @@ class Plan:
         ledger: tokens and time of rounds with candidates.
         rounds: number of rounds with candidates.
         rate: tokens per second of rounds with candidates.
-        trials: chain lengths that the next rounds of the sequence try; `requested`: if set, those of the next sequence.
+        trials: chain lengths that the next rounds of the sequence try.
     """
 
     least_gain, tries_to = LEAST_GAIN, MOST_CANDIDATES
@@ -61,7 +61,7 @@ class Plan:
         self.known, self.most, self.rates = known, most, rates or AcceptanceRates()
         self.credit, self.ledger, self.rounds = MOST_CREDIT, Ledger(LASTING), 0
         self._kind = 0  # the sequence's length class
-        self.requested, self.trials = list[int](), list[int]()
+        self.trials = list[int]()
         self._texts, self._is_new = 0, True  # number of sequences; whether the current one has had no round
         self._confirmed: dict[tuple[int, int], int] = {}  # by (length class, width): number of the latest such sequence
         self._is_stale = True  # whether `_fit` has to run
@@ -101,7 +101,7 @@ class Plan:
             self._use_costs(costs)
         self._fit_if_stale()  # here, outside of the timed part of the round, because fitting takes time
         if is_new and self.known.follows:
-            self.trials, self.requested = self.requested or self._trial_lengths(), []
+            self.trials = self._trial_lengths()
 
     def _trial_lengths(self) -> list[int]:
         """Chain lengths to try: not confirmed in the last 16 sequences, and faster than now if their pass took the time

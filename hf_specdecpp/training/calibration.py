@@ -19,7 +19,7 @@ from hf_specdecpp.estimation.metrics import SMALLEST, binary_kl, ece
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import recorded_chains
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.models import HEAD, Trained, save_head
+from hf_specdecpp.training.models import CALIBRATION, HEAD, Trained, save_head
 from hf_specdecpp.training.trainers import save_json
 
 MIN_CANDIDATES = 200  # the first position with fewer, and all later ones, share the temperature of the position before
@@ -50,7 +50,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
         }
         head.calibration[MODES[sampling.greedy]] = calibration
     save_head(head, config.work / HEAD)
-    save_json(report, config.work / HEAD / "calibration.json")
+    save_json(report, config.work / HEAD / CALIBRATION)
     return report
 
 

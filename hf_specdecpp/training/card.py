@@ -21,11 +21,11 @@ from hf_specdecpp.training import evaluation
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import TrainingConfig, file_names, settings
 from hf_specdecpp.training.distillation.distill import REPORT
-from hf_specdecpp.training.models import HEAD, load_assistant, load_target
+from hf_specdecpp.training.models import CALIBRATION, EVALUATION_FOLDER, HEAD, load_assistant, load_target
 from hf_specdecpp.training.trainers import save_json
 from hf_specdecpp.version import __version__
 
-EVALUATION = Path(evaluation.FOLDER, evaluation.REPORT)
+EVALUATION = Path(EVALUATION_FOLDER, evaluation.REPORT)
 SPEED, RESULTS = "speed.json", "card.json"
 
 
@@ -62,9 +62,7 @@ def run(config: TrainingConfig) -> Path:
 def results(config: TrainingConfig) -> dict[str, Any]:
     """Settings and results of all stages for `make_card`, `None` for one that has not run (`ValueError` for `eval`)."""
     if not (config.work / EVALUATION).is_file():
-        raise ValueError(
-            f"{config.work / EVALUATION} is missing: run the stages 'head', 'calibrate' and 'eval' before 'card'."
-        )
+        raise ValueError(f"{config.work / EVALUATION} is missing: run 'head', 'calibrate' and 'eval' before 'card'.")
     work = config.work
     fitted = _read(work / HEAD / head_fitting.RECORD)
     return {
@@ -76,7 +74,7 @@ def results(config: TrainingConfig) -> dict[str, Any]:
         "distillation": _read(work / REPORT),
         "head": fitted and fitted["settings"]["head"],
         "head_metrics": fitted,
-        "calibration": _read(work / HEAD / "calibration.json"),
+        "calibration": _read(work / HEAD / CALIBRATION),
         "speed": _read(work / SPEED),
         "provenance": {
             "command": command(folders=False),

@@ -21,11 +21,11 @@ from hf_specdecpp.throughput.known_costs import Rounds
 from hf_specdecpp.training import features, recorded_chains
 from hf_specdecpp.training.calibration import calibration_half, quality, survival
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.models import HEAD, Trained
+from hf_specdecpp.training.models import CALIBRATION, EVALUATION_FOLDER, HEAD, Trained
 from hf_specdecpp.training.rollouts import sets_to_evaluate
 from hf_specdecpp.training.trainers import save_json
 
-FOLDER, REPORT = "evaluation", "evaluation.json"
+REPORT = "evaluation.json"
 LENGTHS = range(1, 15)  # fixed lengths
 THRESHOLDS = [i / 40 for i in range(1, 40)] + [0.98, 0.99, 0.995]
 
@@ -33,7 +33,9 @@ THRESHOLDS = [i / 40 for i in range(1, 40)] + [0.98, 0.99, 0.995]
 def run(config: TrainingConfig) -> dict[str, Any]:
     """Evaluate the calibrated head on the held-out prompts that calibration did not use, and on every test set. Returns
     the report, which is in `work/evaluation`, too. `ValueError` if there is no head, or there are no rollouts."""
-    folder = config.work / FOLDER
+    if not (config.work / HEAD / CALIBRATION).is_file():
+        raise ValueError(f"{config.work / HEAD / CALIBRATION} is missing: run 'head' and 'calibrate' before 'eval'.")
+    folder = config.work / EVALUATION_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     made = Trained.load(config)
     sets = {
@@ -89,7 +91,7 @@ def all_estimates(made: Trained, rows: dict[str, Tensor], sampling: Sampling) ->
     log_odds = {name: recorded_chains.head_estimates(head.cpu(), rows, made.drafter) for name, head in heads if head}
     greedy, index, of_q = sampling.greedy, rows["index"], rows["scalars"][:, 0].exp().logit(SMALLEST)
     estimates = {name: head.probability(log_odds[name], index, greedy) for name, head in heads if head}
-    fitted = read_json(made.config.work / HEAD / "calibration.json")[f"{sampling.temperature:g}"]["q"]
+    fitted = read_json(made.config.work / HEAD / CALIBRATION)[f"{sampling.temperature:g}"]["q"]
     calibrated = Calibration(**fitted).apply(of_q, index).sigmoid()
     estimates |= {"draft probability": of_q.sigmoid(), "draft probability, calibrated": calibrated}
     return {name: estimate.double().clamp(1e-6, 1.0 - 1e-6) for name, estimate in estimates.items()}

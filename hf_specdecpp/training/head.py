@@ -20,7 +20,7 @@ from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.training import features, trainers
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.features import weighted_bce
-from hf_specdecpp.training.models import HEAD, Trained, save_head
+from hf_specdecpp.training.models import EVALUATION_FOLDER, HEAD, Trained, save_head
 
 RECORD, CHECKPOINTS = "fit.json", "checkpoints"
 SCALARS_RATE = 10.0  # learning rate of the network that reads the scalars, relative to that of other weights
@@ -30,9 +30,8 @@ def run(config: TrainingConfig) -> dict[str, float]:
     """Fit the head and write it to `work/head`, unless the same settings were fitted before. Returns the held-out
     metrics. `ValueError` if there are no rollouts, a shard of features is damaged, or the loss is not finite."""
     folder = config.work / HEAD
-    record = trainers.Record(
-        folder / RECORD, {"head": asdict(config.head), "features": features.settings(config)}, [folder]
-    )
+    wanted = {"head": asdict(config.head), "features": features.settings(config)}
+    record = trainers.Record(folder / RECORD, wanted, [folder, config.work / EVALUATION_FOLDER])
     if record.result() is None:
         with trainers.process_state().main_process_first():
             record.begin()

@@ -34,6 +34,7 @@ from hf_specdecpp.training.trainers import process_state, save_json
 
 CONVERSATION = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 HEAD, HEAD_WEIGHTS, HEAD_CONFIG = "head", "head.safetensors", "head.json"
+CALIBRATION, EVALUATION_FOLDER = "calibration.json", "evaluation"
 
 
 @dataclass(frozen=True)

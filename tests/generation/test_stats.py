@@ -289,3 +289,8 @@ def test_the_tree_that_is_shown_branches_most(trees: list[tuple[int, ...]], show
     last = next(each for each in reversed(trees) if each)
     assert stats.last_tree is not None
     assert stats.last_tree.tree.parents[1:] == list(last)
+
+
+def test_the_verdict_of_a_call_that_drafted_before_it_was_refused() -> None:
+    assert made(refusal="a hook").verdict == "Drafting was given up: a hook"
+    assert SpeculationStats(refusal="beams").verdict == "The call was a plain one, without its assistant: beams"

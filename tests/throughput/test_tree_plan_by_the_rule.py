@@ -61,6 +61,9 @@ def test_siblings_come_once_they_promise_to_save_what_trying_the_models_takes(st
         assert torch.equal(target.generate(prompt(), assistant_model=assistant, **OPTIONS), plain)
         trees.append((sum(assistant.stats.tree_depths), target in attention._passed))
     assert assistant.stats.decided["tree"] == "where siblings are worth their time"
+    assistant.speculation = SpeculationConfig(tree=[2, 1])
+    target.generate(prompt(), assistant_model=assistant, **OPTIONS)
+    assert assistant.stats.decided["tree"] == "in every round"
     assert trees[0] == (0, False), "a chain is a tree of one branch, with lookups too"
     assert (trees[-1][0] > 0, trees[-1][1]) == ((False, False) if steep else (True, True))
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft_model import DraftSession
-from hf_specdecpp.estimation.acceptance_head import Calibration
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.estimation.metrics import ece
 from hf_specdecpp.generation.setup import make_rule
@@ -33,7 +33,7 @@ from hf_specdecpp.training.evaluation import (
     stop_lengths,
     survivals,
 )
-from hf_specdecpp.training.models import Trained, load_head
+from hf_specdecpp.training.models import Trained, load_head, save_head
 
 JUDGES = {"head", "draft probability", "draft probability, calibrated"}
 
@@ -150,9 +150,14 @@ def test_the_interval_of_the_acceptance_is_over_texts(report: Any) -> None:
             assert (part["interval"] is None) == (part["texts"] == 1)
 
 
-def test_evaluation_needs_a_head(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="run the stage 'head'"):
-        evaluation.run(training_run(tmp_path, num_texts=2))
+@pytest.mark.parametrize("has_head", [False, True])
+def test_evaluation_needs_a_calibrated_head(has_head: bool, tmp_path: Path) -> None:
+    config = training_run(tmp_path, num_texts=2)
+    if has_head:
+        save_head(AcceptanceHead(32, inputs="after"), config.work / "head")
+    with pytest.raises(ValueError, match=r"calibration\.json is missing: run 'head' and 'calibrate' before 'eval'"):
+        evaluation.run(config)
+    assert not (config.work / "evaluation").exists()
 
 
 def test_discards_at_equal_verification_rate() -> None:

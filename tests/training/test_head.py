@@ -181,8 +181,12 @@ def test_a_head_of_other_settings_is_fitted_anew(tmp_path: Path) -> None:
     config = training_run(tmp_path)
     head_fitting.run(config)
     first = load_head(config.work / "head").state_dict()
+    (config.work / "evaluation").mkdir()
+    head_fitting.run(config)
+    assert (config.work / "evaluation").is_dir()
     config.head.rejection_weight = 6.0
     head_fitting.run(config)
+    assert not (config.work / "evaluation").exists(), "it was the earlier head's, and a card would show it"
     second = load_head(config.work / "head").state_dict()
     assert not all(torch.equal(first[name], second[name]) for name in first)
 

@@ -141,7 +141,7 @@ def test_two_processes(tmp_path: Path, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(("extra", "says"), [
     (["--stage", "cook"], "Unknown stage 'cook'"),
-    (["--stage", "card"], "run the stages"),
+    (["--stage", "card"], "'calibrate' and 'eval'"),
     (["--layers", "x"], "must be a number such as 4"),
     (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
     (["--layers", "50"], "layers=50 must be a number from 1 to"),
