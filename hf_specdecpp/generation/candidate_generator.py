@@ -179,7 +179,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return cast(ChainDrafting, self.method).step_by_step(input_ids, longest)
 
     def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
-        """Called after a round with its accepted nodes `path`; frees the tree's logits and q. `length` is not used."""
+        """Called after a round with accepted nodes `path` in a sequence of `length` tokens; frees its logits and q."""
         self._num_accepted = len(path)
         for each in self.observers:
             each.record_outcome(tree, path)
