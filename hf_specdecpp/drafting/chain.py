@@ -66,13 +66,12 @@ def drafting(
     Args:
         step: gets the candidates so far (0-d int64 each), runs the draft and returns its next distribution; `None` if
             no token can be proposed: then the round ends without a further draw.
-        rule: the stopping rule; its own bounds apply too.
+        rule: the stopping rule; its own bounds apply too. The candidate at which it stops is submitted.
         randomness: draws the candidates; `None` takes the likeliest token (greedy).
         max_tokens: the most candidates.
         unread: number of tokens that the draft reads before the first candidate.
 
-    The candidate at which the rule stops is submitted, since dropping it because of its value would bias the output.
-    (With a head that judges "after", the step that judges a candidate also draws the next one, which stays unjudged.)
+    With a head that judges "after", the step that judges a candidate also draws the next one, which stays unjudged.
     """
     drawn, scores, q = list[Tensor](), list[Tensor](), list[Tensor]()
     tokens: list[int] = []

@@ -43,9 +43,8 @@ class DraftingSession(ABC):
     def bind_cache(self, text: Any) -> None:  # noqa: B027 - does nothing for most drafts
         """Called once, before the first round; `ValueError` if the draft cannot read the target's cache.
 
-        `text` (`generation.single_target.TargetContext`): the target's `cache`, which has all tokens but the last;
-        `shown`, bool `[rows]`: its rows that the attention mask shows (`None`: all); and the last token's `position`.
-        """
+        `text` (`generation.single_target.TargetContext`): the target's `cache`, which has all tokens but the last; bool
+        `[rows]`, which of its rows are `shown` by the attention mask (`None`: all); and the last token's `position`."""
 
     @property
     @abstractmethod

@@ -9,8 +9,8 @@ import numpy as np
 
 from hf_specdecpp.figures import Floats
 
-LEAST_GAIN = 1.02  # least expected gain of candidates over plain decoding: costs are not more exact
-LASTING, RECENT = 0.995, 0.98  # weight of a round relative to the next: over all rounds of a draft; over a passage
+LEAST_GAIN = 1.02  # least expected speed over plain decoding with which candidates are tried: costs are not more exact
+LASTING, RECENT = 0.995, 0.98  # weight of a round relative to the next: for averages over about 200, and 50, rounds
 PAYS, LOSES = 1.03, 0.97  # relative to plain `generate()`; speeds between them count as equal
 TRUSTED = 8.0  # weight of the promise before the first round, in plain rounds
 
@@ -70,7 +70,7 @@ class Speed(NamedTuple):
 
 def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclear"]:
     """The effect of speculation, from the smaller of two speeds over plain generation: as it is (`plain`), and with
-    the same faster matrix multiplications (`same`). "unclear" if its interval contains 1."""
+    the same faster matrix multiplications (`same`). "none" near 1; else "unclear" if its interval contains 1."""
     value, low, high = min(plain, same)
     if LOSES < value < PAYS:
         return "none"

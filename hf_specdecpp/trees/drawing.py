@@ -15,7 +15,7 @@ LINES = ("│", "├─", "└─")  # missing in cp1252, the encoding of pipes 
 
 @dataclass(frozen=True, repr=False)
 class DrawnTree:
-    """A tree, whose root is the last token before it, and the accepted `path`; `str()` draws it with token ids."""
+    """A tree, whose root is the last token of the sequence, and its accepted nodes (`path`). `str()` has token ids."""
 
     tree: DraftTree
     path: list[int]
