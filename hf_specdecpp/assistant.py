@@ -242,7 +242,7 @@ class SpecDecPPAssistant(AssistantModel):
         return assistant._begun(target, options.get("default", False))
 
     def _begun(self, target: CausalLM | None, default: bool) -> Self:
-        """Attach this assistant to `target`, if given, and return it."""
+        """Attach this assistant to `target`, if given, and return it. `ValueError` for `default` without a target."""
         if target is not None:
             self.attach(target, default)
         elif default:
@@ -255,7 +255,7 @@ class SpecDecPPAssistant(AssistantModel):
     # Storing one -----------------------------------------------------------------------------------------------------
 
     def contents(self, calibration: bool = False) -> publishing.Contents:
-        """The contents of the repository; `ValueError` if the draft has a PEFT adapter that was not saved."""
+        """The repository's contents (`save_pretrained`). `ValueError` if the draft has an unsaved PEFT adapter."""
         config, drafter = self.config, self.drafter
         if drafter is not None and self.parts.adapter is None and hasattr(drafter.model, "peft_config"):
             raise ValueError(

@@ -145,7 +145,7 @@ def _check_name(draft: str) -> None:
 
 
 def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
-    """For `"auto"`: with the model's own multi-token layers, or lookups if these cannot be loaded without download."""
+    """For `"auto"`: with the model's own multi-token layers if they are on this machine, else with lookups."""
     try:
         return _own_layers(model, local_files_only=True, **options)
     except (ValueError, OSError):
@@ -158,7 +158,7 @@ def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
 def _own_layers(
     model: CausalLM, source: str | Path | None = None, local_files_only: bool = False, **options: Any
 ) -> SpecDecPPAssistant:
-    """For `"mtp"`: with the multi-token layers in the model's checkpoint, or in `source` if that has none."""
+    """For `"mtp"`: with the multi-token layers in the repository `source`, by default in the model's own checkpoint."""
     check_target(model, recurrent=True)
     config, layers = multi_token_layers(model, source, {"local_files_only": True} if local_files_only else None)
     return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, cast(Options, options))

@@ -33,7 +33,7 @@ def typical(times: Sequence[float]) -> float | None:
 
 
 def first_sensible(*seconds: float) -> float | None:
-    """The first valid time (`are_sensible`), or `None`. A coarse clock may measure 0, and a clock set back less."""
+    """The first time above 0 and finite, or `None`. Coarse clocks may measure 0, and clocks set back negative times."""
     return next((each for each in seconds if are_sensible([each])), None)
 
 

@@ -92,8 +92,7 @@ class DraftModel(nn.Module):
         return self.model.get_input_embeddings().weight.shape[1]
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
-        """Embeddings `[..., embedding_size]` of ids `[...]` on their device. Unless `are_known`, ids beyond the table
-        count as 0."""
+        """Embeddings `[..., embedding_size]` of ids `[...]` on their device, which are mapped by `known` unless known."""
         weight = self.model.get_input_embeddings().weight
         known = token if are_known else self.known(token)
         return nn.functional.embedding(known.to(weight.device), weight).to(token.device)

@@ -217,8 +217,7 @@ class LookingUp:
 
 
 def count_together(rows: Sequence[LookingUp]) -> int:
-    """The most candidates that each row of a batch looks up instead of drafting (a row with fewer in `found` looks up
-    those); 0 leaves the round to the draft."""
+    """The most candidates that any row of a batch looks up instead of drafting; 0 leaves the round to the draft."""
     first = rows[0]
     if first.choice is None:
         return 0
