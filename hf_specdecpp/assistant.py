@@ -275,7 +275,7 @@ class SpecDecPPAssistant(AssistantModel):
             calibration: also save the calibration learned while generating, from which loaded assistants then start.
 
         Raises:
-            ValueError: an independent draft has neither a Hub id nor a folder from which it could be loaded.
+            ValueError: a separate draft has neither a Hub id nor a folder to load it from, or an unsaved PEFT adapter.
             NotADirectoryError: `folder` is a file.
         """
         if Path(folder).is_file():

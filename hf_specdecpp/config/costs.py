@@ -107,7 +107,7 @@ class Costs:
         return drafting + self.verify_seconds(max_tokens) + self.overhead
 
     def level_seconds(self, level: int, nodes: int) -> float:
-        """Seconds of the draft's pass over `nodes` nodes of a tree of depth `level`; a pass gives `block` levels."""
+        """Seconds of drafting below `nodes` tree nodes of depth `level`; only every `block`-th level takes a pass."""
         steps = int(level % self.block == 0)
         return self.draft * steps + self.branch * (nodes - steps)
 

@@ -138,7 +138,7 @@ class ChainDrafting:
         """Does nothing. `TreeDrafting` drafts no more trees after this call."""
 
     def longest(self, room: int, most: int) -> int:
-        """The longest path of the next round. `room`: candidates that fit in the output; `most`: the caller's limit."""
+        """Most candidates of the next round in a path. `room`: as the output may have; `most`: as the caller allows."""
         return min(room, most)
 
     def draft(self, input_ids: Tensor, longest: int) -> Chain:
@@ -234,11 +234,11 @@ class StoppingRule:
         return True
 
     def signal(self, step: DraftStep) -> Tensor | None:
-        """The number that `stops` gets for this candidate, or `None`."""
+        """The number that `stops` gets for this step, or `None`."""
         return None if self.estimator is None else self.estimator.estimate(step)
 
     def stops(self, signal: float | None) -> bool:
-        """Whether the round ends after the candidate that `signal` was computed for, or with `asks_first` before it."""
+        """Whether the round ends after the candidate of the step that gave `signal`; with `asks_first` before it."""
         return False
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:

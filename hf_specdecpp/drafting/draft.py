@@ -163,7 +163,7 @@ class Draft:
         return None
 
     def renew(self) -> None:
-        """Update copies of the target's weights, which may be in training."""
+        """Called before each generation: update copies of the target's weights, which may be in training."""
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:
         """If `wanted` and possible, prepare rounds captured as CUDA graphs; `fuse`: compile small pieces."""

@@ -92,7 +92,7 @@ class DraftModel(nn.Module):
         return self.model.get_input_embeddings().weight.shape[1]
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
-        """Embeddings `[..., embedding_size]` of ids `[...]` on their device, which are mapped by `known` unless known."""
+        """Embeddings `[..., embedding_size]` of ids `[...]` on their device. `are_known`: all are in the table."""
         weight = self.model.get_input_embeddings().weight
         known = token if are_known else self.known(token)
         return nn.functional.embedding(known.to(weight.device), weight).to(token.device)

@@ -197,7 +197,7 @@ class AcceptanceRates:
         return self._end_round()
 
     def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
-        """`record_chain` for a tree. `families`: for each reached node, as from `DraftTree.judged`."""
+        """`record_chain` for a tree. `families`: as `DraftTree.judged` yields them, one for each reached node."""
         for estimates, accepted in families:
             row = NO_VERDICT
             for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):

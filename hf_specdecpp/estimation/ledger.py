@@ -37,7 +37,7 @@ class Ledger:
         self._tokens, self._taken = 0.0, np.zeros(())
 
     def record_round(self, tokens: float, taken: Any) -> None:
-        """Add a round with its tokens and its seconds; if `prices` is an array, with its number of each priced unit."""
+        """Add a round. `taken`: its seconds; if `prices` is an array, its number of each unit that has a price."""
         self.trusted *= self.memory
         self._tokens = self.memory * self._tokens + tokens
         self._taken = self.memory * self._taken + taken
@@ -69,8 +69,8 @@ class Speed(NamedTuple):
 
 
 def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclear"]:
-    """The effect of speculation, from the smaller of two speeds over plain generation: as it is (`plain`), and with
-    the same faster matrix multiplications (`same`). "none" near 1; else "unclear" if its interval contains 1."""
+    """The effect of speculation, from the smaller of two speeds over plain generation: as it is (`plain`), and with the
+    same faster matrix multiplications (`same`). "none" between `LOSES` and `PAYS`; "unclear" if its interval has 1."""
     value, low, high = min(plain, same)
     if LOSES < value < PAYS:
         return "none"

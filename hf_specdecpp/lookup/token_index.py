@@ -135,7 +135,7 @@ class TokenIndex:
         self.tokens.append(token)
 
     def matches(self, last: int, token: int, before: Matches) -> Matches:
-        """Matches with the end of a sequence after `token` follows `last`; `before`: the matches at `last`."""
+        """Matches with a sequence that ends with `last` and `token`. `before`: those before `token` was added."""
         place, earlier = self._latest.get(_pair(last, token), -1), self._earlier_pair
         found: Matches = {}
         while place >= 0 and len(found) < MOST_MATCHES:

@@ -24,7 +24,8 @@ class DrawnTree:
         return self.text()
 
     def text(self, decode: Callable[[int], str] = str) -> str:
-        """One line per node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot."""
+        """A line for each node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot. The
+        root's line has numbers of candidates and draft passes instead."""
         tree, accepted = self.tree, set(self.path)
         lines = [
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "

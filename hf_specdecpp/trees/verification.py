@@ -251,8 +251,8 @@ def carried(ratios: Tensor) -> Tensor:
 
 
 def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
-    """Follow the target's `likeliest` token from node to node, which is called for visited nodes only. Returns the
-    accepted nodes, and the token that follows them."""
+    """Follow the target's likeliest tokens from the root. `likeliest` returns that after a node, and is called for
+    visited nodes only. Returns the accepted nodes, and the token that follows them."""
     path: list[int] = []
     node = 0
     while True:
