@@ -26,7 +26,7 @@ TOKENIZER_FILES = [
     "tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt", "added_tokens.json",
     "special_tokens_map.json", "chat_template.*",
 ]  # fmt: skip
-PROBE = 32  # tokens
+PROBE = 32  # number of tokens after which logits are compared
 TOLERANCE = 1e-3  # relative to the largest logit, for rounding
 TOLERANCE_IN_HALF = 5e-2
 

@@ -203,7 +203,7 @@ class Growth:
         return self.draw(self._heap[0][1])
 
     def draw(self, parent: int) -> int | None:
-        """Draw at the open slot of `parent`; the new node, or `None` without an open slot or a token that is left."""
+        """Draw at the open slot of `parent`; the new node, or `None` if there is no open slot or no token left."""
         if self.open.pop(parent, None) is None:  # for a greedy target: no further sibling
             return None
         v, drawn = self._slots.pop(parent)

@@ -96,7 +96,7 @@ class SiblingDistribution:
         self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
     ) -> list[tuple[float, ...]]:
         """`scalar_features` of the siblings `drawn` next, in order, each for q without earlier siblings. `likeliest`:
-        the tokens of highest q, descending, two more than are drawn before the last of `drawn`. All have their q."""
+        the tokens of highest q, descending, two more than are drawn before the last of `drawn`. Both: (token, q)."""
         rows: list[tuple[float, ...]] = []
         place = 0
         for token, q in drawn:
