@@ -54,7 +54,7 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
             `"auto"`: the multi-token layers in the model's own checkpoint, or lookups if there are none;
             `"mtp"`: these layers; `"lookup"`: tokens that followed the same tokens earlier in the text;
             a Hub id (`org/repo`, or `org/repo/folder`), a folder or a model object: an assistant of this package, a
-            published EAGLE-3 or DFlash draft, a Gemma 4 assistant, or a smaller model with the same tokenizer;
+            published EAGLE-3, DFlash or DSpark draft, a Gemma 4 assistant, or a smaller model with the same tokenizer;
             a `SpecDecPPAssistant`, which is attached;
             `None`: all assistants of the model are detached.
         default: whether calls without `assistant_model=` use the assistant.

@@ -30,12 +30,12 @@ class SpecDecPPConfig(PretrainedConfig):
         target_id, target_revision: the target that the assistant was trained for, and its commit hash.
         draft_kind: name of a kind in `draft_kinds.known`.
         draft_id, draft_revision: the draft's repository and its commit hash (`"independent"`; `"gemma4"`; `"mtp"`: the
-            repository with the multi-token layers; `"dflash"` and `"eagle3"` if published by others).
+            repository with the multi-token layers; `"dflash"`, `"dspark"`, `"eagle3"` if published by others).
         draft_layers: ascending indices of the target's layers (`"early_exit"`, `"conditioned"`).
         fusion: keyword arguments of `Fusion` (`"conditioned"`).
         eagle3: keyword arguments of `Eagle3Settings`; for a draft from another repository (`draft_id`), fields that
             replace those of its own config (`"eagle3"`).
-        dflash: keyword arguments of `DFlashSettings`, if the draft is in the assistant's own repository (`"dflash"`).
+        dflash: keyword arguments of `DFlashSettings` or `DSparkSettings`, if the draft is in the assistant's repository.
         adapter: whether `adapter/` contains a PEFT adapter for the draft.
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
         draft_vocab_size: number of token ids in `draft_vocab.safetensors`, or `None` without that file.

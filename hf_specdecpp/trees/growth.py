@@ -87,7 +87,7 @@ class ThresholdSchedule:
 
     Attributes:
         split_entropy: h in nats, a running mean over rounds (`LATEST`). The initial value counts as a round.
-        estimate: the mean a, likewise.
+        estimate: the mean a, likewise. Both are computed from estimates before their calibration.
     """
 
     def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
