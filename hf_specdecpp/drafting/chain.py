@@ -60,8 +60,8 @@ def drafting(
     A coroutine, so that the rows of a batch can draft together (`draft_chains`): yields the candidates so far before
     each step, and ends if `False` is sent.
 
-    Each read by the host waits for the device: it reads a candidate together with the rule's signal, and on an
-    accelerator, if the rule has no signal, all candidates at the end.
+    Each read by the host waits for the device. So a candidate is read together with the signal that judges it, and if
+    the rule has no signal, all candidates are read at the end (on a CPU one by one).
 
     Args:
         step: gets the candidates so far (0-d int64 each), runs the draft and returns its next distribution; `None` if
