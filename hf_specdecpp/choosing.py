@@ -51,7 +51,7 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
     Args:
         model: the model to speed up, on the device where it will be used.
         draft: the source of candidates:
-            `"auto"`: the multi-token layers in the model's own checkpoint, or lookups if there are none;
+            `"auto"`: the multi-token layers in the model's checkpoint if they are on this machine, else lookups;
             `"mtp"`: these layers; `"lookup"`: tokens that followed the same tokens earlier in the text;
             a Hub id (`org/repo`, or `org/repo/folder`), a folder or a model object: an assistant of this package, a
             published EAGLE-3, DFlash or DSpark draft, a Gemma 4 assistant, or a smaller model with the same tokenizer;

@@ -276,9 +276,9 @@ class TreePass:
         self.rows = dict(zip(self.order, range(len(self.order)), strict=True))  # row of each node
 
     def upload(self, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root, and `ancestors`
-        `[width, width]` and `depths` `[width]` for `tree_inputs`. If `width` exceeds the number of nodes, dummies
-        follow, at the root's position, which see only themselves and are seen by no node."""
+        """Inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root; for `tree_inputs`
+        `ancestors` `[w, w]` and `depths` `[w]` of w = n + 1 nodes. If `width` is larger, w is `width`: dummies follow,
+        at the root's position, which see only themselves and are seen by no node."""
         fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long, device="cpu")
         parents = self.tree.parents
         ancestors, depths = relations([-1, *(self.rows[parents[node]] for node in self.order[1:])])
