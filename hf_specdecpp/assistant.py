@@ -108,7 +108,7 @@ class SpecDecPPAssistant(AssistantModel):
 
         Args:
             repo_or_folder: Hub id (`org/repo` or `org/repo/folder`) or local folder, as written by `save_pretrained` or
-                `specdecpp train`; or a published EAGLE-3 or DFlash draft, in the original format or that of
+                `specdecpp train`; or a published EAGLE-3, DFlash or DSpark draft, in the original format or that of
                 `speculators`, or a Gemma 4 assistant.
             target: attach to this model; by default attached by `attach` or by the first call.
             speculation: settings that replace those of the repository.
@@ -153,8 +153,8 @@ class SpecDecPPAssistant(AssistantModel):
         """Draft with a separate model; `ValueError` if draft, head or vocabulary do not fit.
 
         Args:
-            draft: a causal LM (also a PEFT model) or a published EAGLE-3, DFlash or Gemma 4 draft (such as made by
-                `Eagle3.read`): the object, its Hub id or its folder.
+            draft: a causal LM (also a PEFT model) or a published EAGLE-3, DFlash, DSpark or Gemma 4 draft (such as made
+                by `Eagle3.read`): the object, its Hub id or its folder.
             target: attach to this model; a draft given by name is loaded in the target's dtype and on its device.
         """
         if not isinstance(draft, str | Path):
@@ -242,7 +242,7 @@ class SpecDecPPAssistant(AssistantModel):
         return assistant._begun(target, options.get("default", False))
 
     def _begun(self, target: CausalLM | None, default: bool) -> Self:
-        """Attach this assistant to `target`, if given, and return it."""
+        """Attach this assistant to `target`, if given, and return it. `ValueError` for `default` without a target."""
         if target is not None:
             self.attach(target, default)
         elif default:
@@ -255,7 +255,7 @@ class SpecDecPPAssistant(AssistantModel):
     # Storing one -----------------------------------------------------------------------------------------------------
 
     def contents(self, calibration: bool = False) -> publishing.Contents:
-        """The contents of the repository; `ValueError` if the draft has a PEFT adapter that was not saved."""
+        """The repository's contents (`save_pretrained`). `ValueError` if the draft has an unsaved PEFT adapter."""
         config, drafter = self.config, self.drafter
         if drafter is not None and self.parts.adapter is None and hasattr(drafter.model, "peft_config"):
             raise ValueError(
@@ -275,7 +275,7 @@ class SpecDecPPAssistant(AssistantModel):
             calibration: also save the calibration learned while generating, from which loaded assistants then start.
 
         Raises:
-            ValueError: an independent draft has neither a Hub id nor a folder from which it could be loaded.
+            ValueError: a separate draft has neither Hub id nor folder to load it from, or has an unsaved PEFT adapter.
             NotADirectoryError: `folder` is a file.
         """
         if Path(folder).is_file():

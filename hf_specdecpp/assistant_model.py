@@ -175,16 +175,16 @@ class AssistantModel(PreTrainedModel):
                 self.int8.clear()
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context in which calls that name no assistant do not use this one, even as a target's default.
+        """A context in which calls of all threads that name no assistant do not use this one, even if it is a default.
 
         Transformers ignores `assistant_model=None`, so a single call cannot disable the default by an argument.
         """
         return attached.paused(self)
 
     def as_default(self, target: CausalLM) -> AbstractContextManager[None]:
-        """A context in which calls of `target` in this thread that name no assistant use this one. It must be attached.
+        """A context in which calls of `target` that name no assistant use this one, in this thread or asyncio task.
 
-        The default of the target is unchanged for other threads and afterwards.
+        This assistant must be attached to `target`, whose default is unchanged elsewhere and afterwards.
         """
         return attached.as_default(self, causal_lm.base_model(target))
 

@@ -51,10 +51,10 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
     Args:
         model: the model to speed up, on the device where it will be used.
         draft: the source of candidates:
-            `"auto"`: the multi-token layers in the model's own checkpoint, or lookups if there are none;
+            `"auto"`: the multi-token layers in the model's checkpoint if they are on this machine, else lookups;
             `"mtp"`: these layers; `"lookup"`: tokens that followed the same tokens earlier in the text;
             a Hub id (`org/repo`, or `org/repo/folder`), a folder or a model object: an assistant of this package, a
-            published EAGLE-3 or DFlash draft, a Gemma 4 assistant, or a smaller model with the same tokenizer;
+            published EAGLE-3, DFlash or DSpark draft, a Gemma 4 assistant, or a smaller model with the same tokenizer;
             a `SpecDecPPAssistant`, which is attached;
             `None`: all assistants of the model are detached.
         default: whether calls without `assistant_model=` use the assistant.
@@ -145,7 +145,7 @@ def _check_name(draft: str) -> None:
 
 
 def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
-    """For `"auto"`: with the model's own multi-token layers, or lookups if these cannot be loaded without download."""
+    """For `"auto"`: with the model's own multi-token layers if they are on this machine, else with lookups."""
     try:
         return _own_layers(model, local_files_only=True, **options)
     except (ValueError, OSError):
@@ -158,7 +158,7 @@ def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
 def _own_layers(
     model: CausalLM, source: str | Path | None = None, local_files_only: bool = False, **options: Any
 ) -> SpecDecPPAssistant:
-    """For `"mtp"`: with the multi-token layers in the model's checkpoint, or in `source` if that has none."""
+    """For `"mtp"`: with the multi-token layers in the repository `source`, by default in the model's own checkpoint."""
     check_target(model, recurrent=True)
     config, layers = multi_token_layers(model, source, {"local_files_only": True} if local_files_only else None)
     return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, cast(Options, options))

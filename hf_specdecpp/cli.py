@@ -223,8 +223,8 @@ def drafts(
 
 @contextmanager
 def _failing(repository: str | None = None) -> Iterator[None]:
-    """Context in which `ValueError` and `OSError` become a line on stderr and exit code 1. If the Hub does not know
-    `repository`, the line adds that there is no such folder."""
+    """Context in which `ValueError` and `OSError` become a line on stderr and exit code 1. The line adds that there is
+    no folder `repository`, unless there is one, or the error is a `FileNotFoundError`."""
     try:
         yield
     except (ValueError, OSError) as error:

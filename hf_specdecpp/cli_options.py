@@ -173,7 +173,7 @@ class BenchmarkConfig(DraftChoice):
 
     Args:
         draft: local folder of the draft that the assistant's repository names.
-        data: prompts: a JSON Lines file or a datasets id, which is a set; may be repeated. By default built-in prompts.
+        data: a set of prompts: a JSON Lines file or a datasets id; may be repeated. By default built-in prompts.
         max_prompts (prompts): maximum per set, chosen by `seed`; all by default.
         max_new_tokens (tokens): maximum length of an answer.
         temperatures: every prompt is answered at every temperature, such as 0,1; 0 is greedy.

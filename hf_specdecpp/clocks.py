@@ -33,7 +33,7 @@ def typical(times: Sequence[float]) -> float | None:
 
 
 def first_sensible(*seconds: float) -> float | None:
-    """The first valid time (`are_sensible`), or `None`. A coarse clock may measure 0, and a clock set back less."""
+    """The first valid time (`are_sensible`), or `None`. Times are 0 with a coarse clock, negative if it is set back."""
     return next((each for each in seconds if are_sensible([each])), None)
 
 

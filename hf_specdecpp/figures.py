@@ -36,7 +36,7 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 
 def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int = 0) -> tuple[float, float, float]:
-    """`statistic(values)` for `values` `[n, fields]`, and the 2.5 % and 97.5 % quantiles of it on resamples."""
+    """`statistic(values)` of `values` `[n, fields]`, and the statistic's 2.5 % and 97.5 % quantiles on resamples."""
     generator = np.random.default_rng(seed)
     drawn = generator.integers(len(values), size=(RESAMPLES, len(values)))
     tail = (1.0 - COVERED) / 2.0

@@ -192,7 +192,7 @@ class Weights(Mapping[str, Tensor]):
         return self._of_files(load_tensors)
 
     def outline(self) -> dict[str, Tensor]:
-        """All tensors on the meta device: names, shapes and dtypes. Only the files' headers are read."""
+        """All tensors on the meta device: names, shapes and dtypes. Downloads all files, reads only headers."""
         return self._of_files(_outline)
 
     def _of_files(self, load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:

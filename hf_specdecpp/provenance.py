@@ -21,7 +21,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 def commit_of(model: CausalLM) -> str | None:
-    """The commit of a model's files: recorded by transformers, or that of the default branch in the local cache."""
+    """The commit of a model's files, from transformers or of the default branch in the local cache, or `None`."""
     return getattr(model.config, "_commit_hash", None) or _cached_commit(model.config.name_or_path, None)
 
 

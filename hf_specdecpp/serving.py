@@ -26,7 +26,7 @@ TOKENIZER_FILES = [
     "tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt", "added_tokens.json",
     "special_tokens_map.json", "chat_template.*",
 ]  # fmt: skip
-PROBE = 32  # tokens
+PROBE = 32  # number of tokens after which logits are compared
 TOLERANCE = 1e-3  # relative to the largest logit, for rounding
 TOLERANCE_IN_HALF = 5e-2
 
@@ -36,7 +36,7 @@ class Destination:
     """Folders of an exported draft, and the target and draft length for its serving commands.
 
     The draft is written into `folder`, which is renamed to `output` after all checks. `num_tokens`: candidates per
-    round; `target`: Hub id or folder, or `None` if unknown; `head`: the acceptance head, for engines that take one.
+    round; `target`: Hub id or folder, `None` if unknown, and its `revision`; `head`: for engines that take one.
     """
 
     folder: Path

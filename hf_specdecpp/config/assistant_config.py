@@ -29,14 +29,13 @@ class SpecDecPPConfig(PretrainedConfig):
     Args:
         target_id, target_revision: the target that the assistant was trained for, and its commit hash.
         draft_kind: name of a kind in `draft_kinds.known`.
-        draft_id, draft_revision: the draft's repository and its commit hash (`"independent"`; `"gemma4"`; `"mtp"`, the
-            target's or its original's; `"dflash"` and `"eagle3"` if published by others).
+        draft_id, draft_revision: the draft's repository and its commit hash (`"independent"`; `"gemma4"`; `"mtp"`: the
+            repository with the multi-token layers; `"dflash"`, `"dspark"`, `"eagle3"` if published by others).
         draft_layers: ascending indices of the target's layers (`"early_exit"`, `"conditioned"`).
         fusion: keyword arguments of `Fusion` (`"conditioned"`).
         eagle3: keyword arguments of `Eagle3Settings`; for a draft from another repository (`draft_id`), fields that
             replace those of its own config (`"eagle3"`).
-        dflash: keyword arguments of `DFlashSettings`, if the draft is in the assistant's own repository
-            (`"dflash"`).
+        dflash: keyword arguments of `DFlashSettings` or `DSparkSettings`, if the assistant's repository has the draft.
         adapter: whether `adapter/` contains a PEFT adapter for the draft.
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
         draft_vocab_size: number of token ids in `draft_vocab.safetensors`, or `None` without that file.
@@ -45,7 +44,7 @@ class SpecDecPPConfig(PretrainedConfig):
             ... sibling is accepted.
         calibration: for `"sampled"` and `"greedy"` generation, intercept and slope of the line that calibrates the
             log-odds of estimates before the first round (`save_pretrained(..., calibration=True)`).
-        speculation: defaults of `SpeculationConfig`.
+        speculation: fields of `SpeculationConfig` with which the loaded assistant starts.
     """
 
     model_type = "specdecpp"
@@ -74,7 +73,7 @@ class SpecDecPPConfig(PretrainedConfig):
     specdecpp_version: str | None = None
 
     def note_target(self, target: CausalLM) -> None:
-        """Copy the target's vocabulary size and special ids, and its id, commit and tokenizer hash if none is set."""
+        """Copy the target's vocabulary size and special ids; without `target_id` also id, commit and tokenizer hash."""
         for name, value in special_tokens(target).items():
             setattr(self, name, value)
         if self.target_id is None:

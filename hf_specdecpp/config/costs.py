@@ -21,7 +21,7 @@ class Costs:
         draft (seconds): one draft step, including its estimate and draw.
         verify (seconds): target passes over 1, 2, ... tokens; longer passes are extrapolated along a straight line.
         overhead (seconds): everything else in a round.
-        read (seconds): each earlier token that the draft has not read yet.
+        read (seconds): the draft's reading of one earlier token that it has not read yet.
         branch (seconds): each further candidate of a draft step: a node of a tree's level, a candidate of a block.
         start (seconds): fixed cost of a round that drafts.
         block (candidates): number that one draft step proposes.
@@ -50,7 +50,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
-        """Costs from `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; only the first two are required."""
+        """Costs from `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; `ValueError` without the first two."""
         required, known = {"draft", "verify"}, {field.name for field in fields(cls)}
         if not (isinstance(values, dict) and required <= set(values) <= known and isinstance(values["verify"], list)):
             raise ValueError(
@@ -107,16 +107,16 @@ class Costs:
         return drafting + self.verify_seconds(max_tokens) + self.overhead
 
     def level_seconds(self, level: int, nodes: int) -> float:
-        """Seconds of reading `nodes` nodes of a tree with the draft, `level` levels below the first that was read."""
+        """Seconds of drafting below `nodes` tree nodes of depth `level`; only every `block`-th level takes a pass."""
         steps = int(level % self.block == 0)
         return self.draft * steps + self.branch * (nodes - steps)
 
     def tree_seconds(self, passes: int, num_read: int, verify: float) -> float:
-        """Seconds of a round with a tree: `passes` draft passes over `num_read` nodes, and `verify` for the target."""
+        """Seconds of a round with `passes` draft passes, over `num_read` tree nodes in all; `verify`: target's pass."""
         return self.start + self.draft * passes + self.branch * (num_read - passes) + verify + self.overhead
 
     def verify_seconds(self, max_tokens: int) -> Floats:
-        """`[max_tokens + 1]` seconds of target passes over 0, 1, ... candidates.
+        """`[max_tokens + 1]` seconds of target passes over one token and 0, 1, ... candidates.
 
         Example: passes over 1, 2, 3 and 4 tokens take 58, 71, 80 and 52 ms, so three candidates are faster than one.
         Longer passes follow the line through the first and the last value, which never falls: 52 ms.

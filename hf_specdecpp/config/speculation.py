@@ -23,7 +23,7 @@ Tree = Growth | Literal["auto"] | bool | list[int] | list[list[int]]
 TREES: tuple[str, ...] = ("auto", *get_args(Growth))
 MOST_CANDIDATES = 1024  # in a round
 CANDIDATES = range(1, MOST_CANDIDATES + 1)
-BOUNDS: dict[str, Any] = {  # of numbers in both classes
+BOUNDS: dict[str, Any] = {  # of numbers in `SpeculationConfig` and `Decisions`
     **dict.fromkeys(("num_tokens", "max_tokens", "min_tokens", "tree_depth", "lookup_tokens"), CANDIDATES),
     "tree_budget": CANDIDATES[1:],
     "threshold": (0.0, 1.0),  # compared with a probability
@@ -181,12 +181,12 @@ class Decisions:
         tree_depth (candidates): longest path of a dynamic tree or of `"static"`. `"dyspec"` has a draft pass per level.
         tree_threshold (probability): no candidate is drawn in a dynamic tree if its position is reached with a lower
             estimated probability (DySpec: at most 1 / budget). 0: no limit.
-        lookup_tokens (candidates): maximum length of a looked up chain, which the target reads after one more token, so
-            in a pass over up to 32; looked up trees have `tree_budget` at most.
+        lookup_tokens (candidates): maximum length of a looked-up chain. The target's pass has one more token: 32 by
+            default. If every round drafts a tree, the maximum is `tree_budget`.
         draft_temperature: divides the draft's logits in sampled generation, before all logits processors and before
             the target's successors are mixed in.
-        draft_successors: mix the draft's distribution with the tokens that the target recently chose after these one
-            to three tokens. `None`: in greedy generation on a CPU, with drafts that read the target's states
+        draft_successors: mix the draft's distribution with the tokens that the target recently chose after the same
+            last one to three tokens. `None`: in greedy generation on a CPU, with drafts that read the target's states
             (`docs/drafts.md`).
         verification: method for sampled candidates (`docs/verification.md`). `"block"` accepts a chain as a block and
             a tree from its leaves; `"token"` accepts candidates one by one, as in the papers.

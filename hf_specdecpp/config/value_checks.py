@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from hf_specdecpp.models.causal_lm import article
 
 Settings = TypeVar("Settings")
-UNIONS = (Union, UnionType)  # of `Literal[...] | None` and of `int | None`
+UNIONS = (Union, UnionType)  # `get_origin` of `Literal[...] | None` and of `int | None`
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "left out"}
-LARGEST = 2**63  # no integer of a tensor is larger, and JSON has integers of any length
+LARGEST = 2**63  # integers must be smaller, as those of tensors are; JSON has integers of any length
 
 
 def check_types(settings: Any, path: str = "") -> None:
@@ -165,7 +165,7 @@ def shown(value: Any) -> str:
 # Configs of downloaded drafts. ----------------------------------------------------------------------------------------
 
 COUNT = range(1, 2**31)
-LISTS = ("reads", "layer_ids", "target_layer_ids")  # of layers of a target
+LISTS = ("reads", "layer_ids", "target_layer_ids")  # fields that list indices of a target's layers
 # Bounds of the numbers in a config, by name. A number outside its bounds would take too much memory or time, or make
 # the draft compute NaN. Numbers without bounds determine shapes only, which are compared with the tensors' shapes.
 BOUNDS: dict[str, range | tuple[float, float]] = {
@@ -184,7 +184,7 @@ BOUNDS: dict[str, range | tuple[float, float]] = {
     "logit_cap": (1e-9, 2.0**31),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
-WHOLE_HEADS = (None, "default", "proportional")  # ropes that rotate whole heads for any `partial_rotary_factor`
+WHOLE_HEADS = (None, "default", "proportional")  # rope types that rotate whole heads for any `partial_rotary_factor`
 # Fields of Llama's and Qwen3's layers, with transformers' names.
 LAYER = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -214,8 +214,8 @@ def check_numbers(values: Mapping[str, Any], path: str = "") -> None:
 
 
 def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable[str] = LAYER) -> None:
-    """Raise `ValueError` for a config of a draft's layers with a number outside `BOUNDS` (`check_numbers`), a missing
-    field of `NEEDED`, a field not in `known`, numbers of heads that do not divide, or partly rotated heads."""
+    """Raise `ValueError` for a config of a draft's layers with a number outside `BOUNDS`, a missing field of `NEEDED`,
+    a field not in `known`, heads that key heads cannot share equally, or a rope that rotates a part of each head."""
     if not isinstance(layer, Mapping):
         raise ValueError(f"{path.rstrip('.')}={shown(layer)} must be a mapping. {CURE}")
     if missing := [name for name in NEEDED if layer.get(name) is None]:

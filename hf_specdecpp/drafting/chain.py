@@ -35,7 +35,8 @@ def at_once(chain: Chain) -> Drafting:
 def next_step(
     session: DraftingSession, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
-    """`step` of `drafting` for a sequence `input_ids` `[1, length]`: logits after all processors."""
+    """The draft's next step after `input_ids` `[1, length]` and `candidates`, with logits after all processors; `None`
+    if nothing can be proposed. It is the `step` of `drafting`."""
     if (found := session.propose_next(candidates)) is None:
         return None
     scores, hidden = found
@@ -59,19 +60,18 @@ def drafting(
     A coroutine, so that the rows of a batch can draft together (`draft_chains`): yields the candidates so far before
     each step, and ends if `False` is sent.
 
-    The host reads each candidate together with the rule's signal, or without a signal all at the end, since each read
-    waits for the device.
+    Each read by the host waits for the device. So a candidate is read together with the signal that judges it, and if
+    the rule has no signal, all candidates are read at the end (on a CPU one by one).
 
     Args:
         step: gets the candidates so far (0-d int64 each), runs the draft and returns its next distribution; `None` if
             no token can be proposed: then the round ends without a further draw.
-        rule: the stopping rule; its own bounds apply too.
+        rule: the stopping rule; its own bounds apply too. The candidate at which it stops is submitted.
         randomness: draws the candidates; `None` takes the likeliest token (greedy).
         max_tokens: the most candidates.
         unread: number of tokens that the draft reads before the first candidate.
 
-    The candidate at which the rule stops is submitted, since dropping it because of its value would bias the output.
-    (With a head that judges "after", the step that judges a candidate also draws the next one, which stays unjudged.)
+    With a head that judges "after", the step that judges a candidate also draws the next one, which stays unjudged.
     """
     drawn, scores, q = list[Tensor](), list[Tensor](), list[Tensor]()
     tokens: list[int] = []
@@ -121,7 +121,7 @@ class ChainDrafting:
         observers: rules whose `record_outcome` is called after each round.
         for_trees: whether rounds may be trees.
         branches: whether candidates may have siblings.
-        makes_chains: whether a tree of one branch is a chain.
+        makes_chains: whether `generation` turns a drafted tree of one branch into a `Chain`.
     """
 
     for_trees = branches = makes_chains = False
@@ -138,7 +138,7 @@ class ChainDrafting:
         """Does nothing. `TreeDrafting` drafts no more trees after this call."""
 
     def longest(self, room: int, most: int) -> int:
-        """Length of the next round's longest path: at most `most` candidates, and at most `room`."""
+        """Most candidates of the next round in a path. `room`: as the output may have; `most`: as the caller allows."""
         return min(room, most)
 
     def draft(self, input_ids: Tensor, longest: int) -> Chain:
@@ -158,7 +158,7 @@ class ChainDrafting:
         return drafting(step, self.rule, self.randomness, longest, self.eos_token_ids, self.session.unread)
 
     def survival(self, chain: DraftTree) -> float | None:
-        """Estimated probability that all candidates are accepted; `None` if unknown, or if nothing may follow."""
+        """Estimated probability that all of `chain` is accepted; `None` if unknown, or if nothing may follow it."""
         return None if self.eos_token_ids.intersection(chain.candidates) else self.rule.survival(len(chain))
 
 
@@ -205,7 +205,7 @@ class StoppingRule:
 
     Attributes:
         looks_at_nothing: whether `signal` is always `None` and `stops` always `False`.
-        asks_first: whether the rule is asked before each draw, with an estimate that is known then.
+        asks_first: whether `stops` is asked before each draw, with an estimate that is known then.
         estimator: estimates the acceptance of candidates, for a rule that uses it.
         worth: value of a further candidate in a row of a batch, as a multiple of its cost (`should_continue`).
     """
@@ -234,11 +234,11 @@ class StoppingRule:
         return True
 
     def signal(self, step: DraftStep) -> Tensor | None:
-        """The number that `stops` gets for this candidate, or `None`."""
+        """The number that `stops` gets for this step, or `None`."""
         return None if self.estimator is None else self.estimator.estimate(step)
 
     def stops(self, signal: float | None) -> bool:
-        """Whether the round ends after the candidate that `signal` was computed for, or with `asks_first` before it."""
+        """Whether the round ends after the candidate of the step that gave `signal`; with `asks_first` before it."""
         return False
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
@@ -246,10 +246,10 @@ class StoppingRule:
 
 
 def should_continue(rules: Sequence[StoppingRule], rows: int) -> bool:
-    """Whether all unfinished rows of a batch should draft another candidate. A further column of a pass costs the price
-    of a candidate for every row, including rows that have stopped.
+    """Whether the unfinished rows of a batch, which have these `rules`, should all draft another candidate. The target
+    then reads one more token in every one of the `rows` rows, also in those that have stopped.
 
-    Example: two of four `rows` are unfinished, and a candidate is worth 3 and 1.7 times its cost. 4.7 > 4: draft.
+    Example: two of four rows are unfinished, and a candidate is worth 3 and 1.7 times its cost. 4.7 > 4: draft.
     """
     return sum(rule.worth for rule in rules) > rows
 

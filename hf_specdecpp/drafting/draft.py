@@ -43,8 +43,8 @@ class DraftingSession(ABC):
     def bind_cache(self, text: Any) -> None:  # noqa: B027 - does nothing for most drafts
         """Called once, before the first round; `ValueError` if the draft cannot read the target's cache.
 
-        `text`: the tokens that the target has read, all but the last (`generation.single_target.TargetContext`): its
-        `cache`, bool `[rows]` of rows `shown` by its attention mask (`None`: all), and the last token's `position`."""
+        `text` (`generation.single_target.TargetContext`): the target's `cache`, which has all tokens but the last; bool
+        `[rows]`, which of its rows are `shown` by the attention mask (`None`: all); and the last token's `position`."""
 
     @property
     @abstractmethod
@@ -76,7 +76,7 @@ class DraftingSession(ABC):
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
     def commit_path(self, path: list[int]) -> None:  # noqa: B027 - most drafts read accepted candidates again
-        """Called after a tree was verified, with its accepted nodes."""
+        """Called after a tree was verified, with its accepted nodes (`path`)."""
 
 
 class RowsAlone:
@@ -106,7 +106,7 @@ class Draft:
 
     Attributes:
         parts: the modules that a draft step runs.
-        reads: reader of the target's states (`StateReader`), or `None`.
+        reads: turns the target's states into the draft's inputs (`StateReader`); `None`: the draft reads no states.
     """
 
     model: CausalLM | None  # that drafts, if any
@@ -114,8 +114,8 @@ class Draft:
     steps_class: type[Any]  # `RoundSteps`, for a draft that can be captured
     block: int = 1  # number of candidates that one draft pass proposes
     places: float = float("inf")  # the most candidates in a path; 0 if nothing is ever drawn
-    # Final states of the blocks after several tokens of each sequence, to train heads (`draft_kinds/dflash`); `None` if
-    # a pass proposes one candidate.
+    # To train heads: final states of the blocks after several tokens of each sequence (`DFlashDraft.blocks_after`);
+    # `None` for a draft that proposes one candidate per pass.
     blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     cannot: Mapping[str, str] = {}  # unsupported uses, "trees" or "batches", with the reason
     agreement: Sequence[float] = ()  # share of candidates equal to the target's choice, by position
@@ -153,7 +153,7 @@ class Draft:
         return self.session(vocab_size)
 
     def batch(self, rows: Sequence[Any]) -> Any:
-        """Runs the draft for all unfinished rows (`row_session`s) of a batch, as `BatchSession` does."""
+        """An object that runs the draft for the rows of a batch, as `BatchSession`. `rows`: their `row_session`s."""
         return RowsAlone()
 
     @property
@@ -163,7 +163,7 @@ class Draft:
         return None
 
     def renew(self) -> None:
-        """Update copies of the target's weights, which may be in training."""
+        """Called before each generation: update copies of the target's weights, which may be in training."""
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:
         """If `wanted` and possible, prepare rounds captured as CUDA graphs; `fuse`: compile small pieces."""
@@ -184,7 +184,7 @@ class Draft:
         return None
 
     def for_capture(self, fuse: bool) -> Any:
-        """A copy of the draft whose model is captured."""
+        """A copy of the draft for captured rounds; `fuse` as in `capture_steps`."""
         return None
 
     def give_up(self, reason: str) -> None:

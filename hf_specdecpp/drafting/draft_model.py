@@ -26,7 +26,7 @@ from hf_specdecpp.trees.tree import DraftTree, Lineage, upload
 
 class DraftModel(nn.Module):
     """A causal LM as inner decoder and LM head, which are called separately. It has no state of a generation, so
-    several threads may share one. `ValueError` if the model cannot draft, `draft_vocab` is no set of token ids, the
+    several threads may share one. `ValueError` if the model cannot draft, `draft_vocab` has invalid or equal ids, the
     fusion has other sizes, or the model computes logits from hidden states in an unknown way.
 
     Args:
@@ -92,7 +92,7 @@ class DraftModel(nn.Module):
         return self.model.get_input_embeddings().weight.shape[1]
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
-        """Embeddings `[..., embedding_size]` of ids `[...]` on their device; ids beyond the table are read as 0."""
+        """Embeddings `[..., embedding_size]` of ids `[...]` on their device. `are_known`: all are in the table."""
         weight = self.model.get_input_embeddings().weight
         known = token if are_known else self.known(token)
         return nn.functional.embedding(known.to(weight.device), weight).to(token.device)
@@ -173,19 +173,19 @@ class DraftModel(nn.Module):
         return output.last_hidden_state
 
     def vocab_logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., d]` float32 of the d tokens in `draft_vocab`, in that order."""
+        """Logits `[..., d]` float32 of the d tokens in `draft_vocab`, in that order; without it of all tokens."""
         return self.head_logits(self.before_head(hidden))
 
     def before_head(self, hidden: Tensor) -> Tensor:
-        """The LM head's inputs, given hidden states of a step."""
+        """The LM head's inputs, from the hidden states of a step: these states, but EAGLE-3 drafts norm them first."""
         return hidden
 
     def head_logits(self, inputs: Tensor) -> Tensor:
-        """`vocab_logits`, given the LM head's inputs."""
+        """`vocab_logits` from the LM head's inputs (`before_head`)."""
         return self._head_logits(self._head() if self.small_head is None else self.small_head, inputs)
 
     def _head_of_draft_vocab(self) -> nn.Module | None:
-        """A module that computes only the logits of `draft_vocab`."""
+        """A module that computes only the logits of `draft_vocab`; `None` without `draft_vocab`."""
         return None if self.draft_vocab is None else _slice_head(self._head(), self.draft_vocab)
 
     @torch.inference_mode()
@@ -219,7 +219,7 @@ def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
 
 
 def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
-    """A head with the rows of `token_ids` only."""
+    """A copy of an LM head with the rows of `token_ids` only."""
     with torch.no_grad():
         weight = rows_of(head, token_ids) if is_quantised(head) else head.weight[token_ids]
         bias = getattr(head, "bias", None)  # an adapter around a quantised head has none
@@ -251,11 +251,11 @@ class ModelSession(DraftingSession):
         # Unread tokens `[1, n]` and their states `[1, n, size]`, by round; concatenated when the draft reads them.
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._num_read_candidates = 0
-        self._own_states: dict[int, Tensor] = {}  # its own states `[hidden_size]` after these nodes
+        self._own_states: dict[int, Tensor] = {}  # its own states `[hidden_size]` by tree node; a chain uses 0
 
     @abstractmethod
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
-        """Keep in the cache the first `count` of the last `of` tokens that were read; of a tree the given rows."""
+        """Keep in the cache the first `count` of the last `of` tokens that were read; of a tree, those at `rows`."""
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         # The last token is always read, because the next candidate follows it. It can be an accepted candidate if the

@@ -18,7 +18,7 @@ from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.target_states import StateReader
 
-MOST_KEPT = 64  # tokens of passes whose masks are kept: those of rounds, not of prompts
+MOST_KEPT = 64  # masks of passes over at most this many tokens are kept for further rounds
 
 
 class ModelSteps(RoundSteps):
@@ -50,7 +50,7 @@ class ModelSteps(RoundSteps):
 
 
 def read(drafter: DraftModel, cache: FixedCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Logits `[rows, vocab_size]` and hidden states `[rows, hidden_size]` after the last real token of a window."""
+    """Add a window to the cache: logits `[rows, vocab_size]` and hidden states `[rows, size]` after its last token."""
     hidden = last_rows(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden
@@ -70,7 +70,7 @@ def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: T
 def hidden_states(
     drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None, nodes: Nodes, num_prefix: Tensor
 ) -> Tensor:
-    """`[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, the `nodes` after a prefix."""
+    """`[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, `nodes` after `num_prefix` cached rows."""
     inputs = pass_inputs(drafter.model, cache, nodes, num_prefix, drafter.max_length)
     return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)
 

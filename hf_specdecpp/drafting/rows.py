@@ -14,8 +14,8 @@ from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 
 
 class RowSession(ModelSession):
-    """The tokens read of one row. `BatchSession` runs the draft and stores the row's next step in `found`: logits
-    `[vocab_size]` and hidden state. `num_dropped`: number of tokens to remove from the row's part of the cache."""
+    """The tokens that the draft reads of one row. `BatchSession` runs the draft, and stores logits `[vocab_size]` and
+    hidden state of the row's next step in `found`. `num_dropped`: rejected tokens that its cache still has."""
 
     found: tuple[Tensor, Tensor]
 
@@ -33,7 +33,7 @@ class RowSession(ModelSession):
         self._num_read -= of - count
 
     def feed(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The tokens `[1, n]` that the row reads next, and the target's states `[1, n, size]` before them."""
+        """The tokens `[1, n]` that the row reads next, and states `[1, n, size]` before them (`_next_tokens`)."""
         tokens, states = self._next_tokens(candidates)
         self._num_read += tokens.shape[1]
         return tokens, states
@@ -77,7 +77,7 @@ class BatchSession:
             self.rows[place].store(of_row, hidden[place])
 
     def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
-        """Read tokens and states by row: hidden states `[rows, hidden_size]` after the last token of each row."""
+        """Read `fed`, the result of `feed` by row: hidden states `[rows, hidden_size]` after each row's last token."""
         device, dtype = self.rows[0].device, self.drafter.dtype
         width = max(tokens.shape[1] for tokens, _ in fed.values())
         all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)

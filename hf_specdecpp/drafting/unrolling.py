@@ -23,7 +23,7 @@ ROUND = 5  # candidates of the rounds that a head is trained on
 
 
 def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
-    """The draft's states `[batch, n, hidden_size]` at each token as the first, second, ... token that a round reads.
+    """Yields by step the draft's states `[batch, n, hidden_size]`, each token read as a round's first, second, ... one.
 
     Example: the sequence is a b c d. Row d of step 1 reads d with the target's state at c, after b and c, read
     likewise. Row d of step 2 reads d with the draft's state at c in step 1, after b and c as in step 1. Row d of step 3
@@ -73,11 +73,11 @@ def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
 
 
 def reached(draft: Any, kept: Tensor, first: int) -> Tensor:
-    """`[n]`, the probability that a block of `in_blocks` reaches each token, so that its tokens before are drawn and
-    accepted, given that of single tokens (`kept` `[n]`). `first`: index of the token before the first of them.
+    """`[n]`, the probability that all tokens before each of n tokens in its block (`in_blocks`) are drawn and accepted.
+    `kept` `[n]`: that of each token alone; `first`: index in the sequence of the token before the n tokens.
 
     Example: 3 places, the tokens c d e f of the sequence a b c d e f are kept with 0.5, 0.4, 0.9 and 0.8. They are
-    reached with 1, 0.5, 0.2 and 1, because the first block has the candidates c d e; without blocks with 1.
+    reached with 1, 0.5, 0.2 and 1 (`first` = 1), as the first block has the candidates c d e; without blocks with 1.
     """
     places = 1 if draft.blocks_after is None else int(draft.places)  # else each token is the first of a round
     begin, end = (first - 1) % places, -(first - 1 + len(kept)) % places

@@ -20,13 +20,13 @@ MOST_BLOCKS, MOST_POSITIONS = 64, 1024
 
 @dataclass
 class Calibration:
-    """Calibration of log-odds: (log-odds + bias) / temperature of the candidate's position in the round.
+    """Calibration of log-odds: (log-odds + bias) / the temperature of the candidate's position in the round.
 
     Raises `ValueError` unless there are 1 to 1024 temperatures, positive and finite, and the bias is finite.
     """
 
     bias: float = 0.0
-    temperatures: list[float] = field(default_factory=lambda: [1.0])  # by position; later ones use the last
+    temperatures: list[float] = field(default_factory=lambda: [1.0])  # by position; later positions use the last
 
     def __post_init__(self) -> None:
         if not 0 < len(self.temperatures) <= MOST_POSITIONS or not all(0 < t < math.inf for t in self.temperatures):
@@ -67,9 +67,9 @@ class AcceptanceHead(nn.Module):
     state that produced q, through a projection to `rank` and `num_blocks` residual blocks. Both additions are
     initialised to zero, so an untrained head predicts q(y).
 
-    `inputs="path"` is known before the candidate is drawn, and is the same for all tokens: one linear layer on the
-    hidden state that produced q, initialised to zero. It predicts the share of q that the target accepts. The states
-    of a DSpark draft include the Markov embedding of the previous candidate, so this is DSpark's confidence head.
+    `inputs="path"` predicts before the draw the share of q that the target accepts, so all tokens have one estimate: a
+    linear layer on the hidden state that produced q, initialised to zero. The states of a DSpark draft include the
+    Markov embedding of the previous candidate, so this is DSpark's confidence head.
 
     Parameters stay in float32 when the model is cast; `.to()` changes only their device.
 
@@ -149,7 +149,7 @@ class AcceptanceHead(nn.Module):
         """Uncalibrated log-odds of acceptance; inputs may be on another device than the head.
 
         Args:
-            hidden: `[..., hidden_size or more]`, the draft's state at the candidate (`"after"`), or that produced q.
+            hidden: `[..., hidden_size or more]`, the draft's state at the candidate (`"after"`), or the state behind q.
             embedding: `[..., embedding_size]` of the candidate (`"before"`).
             scalars: `[..., 6]` from `scalar_features` (`"before"`).
 
@@ -173,8 +173,8 @@ class AcceptanceHead(nn.Module):
         return self.output(x)
 
     def estimate(self, step: DraftStep) -> Tensor | None:
-        """Calibrated acceptance probability of the previous candidate (`"after"`), or of this one, which is drawn
-        already (`"before"`) or not yet (`"path"`)."""
+        """Calibrated acceptance probability of the step's candidate, which is drawn already (`"before"`) or not yet
+        (`"path"`); with `"after"` of the previous candidate, `None` if there is none."""
         position = step.index - (self.inputs == "after")
         if position < 0:
             return None  # the draft has not read a candidate yet

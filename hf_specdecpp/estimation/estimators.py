@@ -91,7 +91,7 @@ class Estimator(Protocol):
     inputs: str
 
     def estimate(self, step: DraftStep) -> Tensor | None:
-        """The probability `[...]` that a candidate is accepted; `None` if no candidate can be judged yet."""
+        """The probability `[...]` that a candidate is accepted: which one depends on `inputs`. `None` without one."""
 
 
 class DraftProbability:
@@ -107,7 +107,7 @@ LAGS = {"path": -1, "before": 0, "after": 1}
 
 
 def lag_of(estimator: Estimator) -> int:
-    """By how many candidates estimates are late: 1 with `inputs="after"`; -1 with `"path"`, known before the draw."""
+    """By how many candidates estimates are late: 1 with `inputs="after"`; 0 with `"before"`; -1 with `"path"`."""
     return LAGS[estimator.inputs]
 
 
@@ -120,9 +120,8 @@ bin_of: Callable[[float], int] = partial(bisect_right, EDGES)
 CENTRES = np.array([0.05, 0.175, 0.35, 0.55, 0.725, 0.85, 0.93, 0.975, 0.995])
 NO_VERDICT = len(CENTRES)  # index of the row for a round without an estimate so far
 
-# Priors: estimates are right (counts as 8 candidates) and mostly high (as 3 in chains, so that the low estimates of a
-# useless draft have an effect soon; as 8 in trees, which observe many candidates per round: with 3, trees lost up to
-# 5 % where costs had a dip).
+# Priors: estimates are right (counts as `PRIOR_COUNT` candidates) and mostly high (`PRIOR_PROBS`; counts as 3 in
+# chains, so that a useless draft's low estimates soon matter; as 8 in trees, which lost 5 % with 3 if costs had a dip).
 PRIOR_PROBS = np.array([0.05, 0.05, 0.08, 0.10, 0.10, 0.10, 0.12, 0.15, 0.25])
 PRIOR_COUNT, BIN_COUNT = 8.0, 3.0
 UNCHANGED = (0.0, 1.0)  # intercept and slope of the identity
@@ -130,7 +129,7 @@ LINE_PRIOR = (2.0, 0.5)  # prior standard deviations of intercept and slope
 CONVERGED = 1e-9  # Newton's method stops after a smaller step
 
 FIT_EVERY = 64  # rounds
-FIRST_FITS = (2, 4, 8, 16, 32)
+FIRST_FITS = (2, 4, 8, 16, 32)  # further fits, after these rounds
 REMEMBERED = 0.9  # factor of all counts every FIT_EVERY rounds: a memory of about 600 rounds
 
 
@@ -146,7 +145,7 @@ class AcceptanceRates:
 
     Attributes:
         rounds: number of rounds observed.
-        judged: number of tested candidates; older ones have less weight.
+        judged: number of tested candidates, with less weight on older ones.
         line: the fitted intercept and slope: log-odds of estimates become intercept + slope * log-odds, before the
             correction of each bin.
         shift: for each bin, the number that calibration adds to log-odds.
@@ -198,7 +197,7 @@ class AcceptanceRates:
         return self._end_round()
 
     def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
-        """`record_chain` for a tree: for each reached node its children's estimates and the accepted child's rank."""
+        """`record_chain` for a tree. `families`: as `DraftTree.judged` yields them, one for each reached node."""
         for estimates, accepted in families:
             row = NO_VERDICT
             for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
@@ -238,8 +237,8 @@ class AcceptanceRates:
         return self._expected[most]
 
     def fit(self) -> None:
-        """Compute `acceptance` and `following` from counts. Small counts are shrunk: a bin's acceptance towards a line
-        fitted to all bins, a row of `following` towards the frequencies in all rows."""
+        """Compute all rates from the counts. Small counts are shrunk: a bin's acceptance towards a line fitted to all
+        bins, a row of `following` towards the frequencies in all rows."""
         judged = self.transitions.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
         # First all bins together, so that a useless draft is recognised after a few candidates in any bins.

@@ -9,8 +9,8 @@ import numpy as np
 
 from hf_specdecpp.figures import Floats
 
-LEAST_GAIN = 1.02  # least expected gain of candidates over plain decoding: costs are not more exact
-LASTING, RECENT = 0.995, 0.98  # weight of a round relative to the next: over all rounds of a draft; over a passage
+LEAST_GAIN = 1.02  # least expected speed over plain decoding with which candidates are tried: costs are not more exact
+LASTING, RECENT = 0.995, 0.98  # weight of a round relative to the next: for averages over about 200, and 50, rounds
 PAYS, LOSES = 1.03, 0.97  # relative to plain `generate()`; speeds between them count as equal
 TRUSTED = 8.0  # weight of the promise before the first round, in plain rounds
 
@@ -37,7 +37,7 @@ class Ledger:
         self._tokens, self._taken = 0.0, np.zeros(())
 
     def record_round(self, tokens: float, taken: Any) -> None:
-        """Add a round with its tokens and its seconds; if `prices` is an array, with its number of each priced unit."""
+        """Add a round. `taken`: its seconds; if `prices` is an array, its number of each unit that has a price."""
         self.trusted *= self.memory
         self._tokens = self.memory * self._tokens + tokens
         self._taken = self.memory * self._taken + taken
@@ -69,8 +69,8 @@ class Speed(NamedTuple):
 
 
 def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclear"]:
-    """The effect of speculation, from the smaller of two speeds over plain generation: as it is (`plain`), and with
-    the same faster matrix multiplications (`same`). "unclear" if its interval contains 1."""
+    """The effect of speculation, from the smaller of two speeds over plain generation: as it is (`plain`), and with the
+    same faster matrix multiplications (`same`). "none" between `LOSES` and `PAYS`; "unclear" if its interval has 1."""
     value, low, high = min(plain, same)
     if LOSES < value < PAYS:
         return "none"

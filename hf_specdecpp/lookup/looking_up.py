@@ -13,8 +13,8 @@ from hf_specdecpp.estimation.ledger import LEAST_GAIN, RECENT, Ledger
 from hf_specdecpp.lookup.token_index import Continuation, LookupRates, TextLookup, TextRates
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
-LEAST_SURVIVAL = 0.3  # of looked-up candidates, if costs are unknown
-USUAL_ACCEPTANCE = 0.7  # assumed of drafts at first
+LEAST_SURVIVAL = 0.3  # without costs: least probability that all looked-up candidates of a round are accepted
+USUAL_ACCEPTANCE = 0.7  # assumed acceptance rate of drafted candidates, before any was tested
 
 
 class Choice(Ledger):
@@ -30,7 +30,7 @@ class Choice(Ledger):
 
     Args:
         seconds: duration of a round without candidates.
-        drafting: expected tokens per second of drafting; `None` without a draft.
+        drafting: tokens per second expected of drafting, the prior of its measured rate; `None` without a draft.
     """
 
     def __init__(self, seconds: float, drafting: float | None) -> None:
@@ -39,10 +39,10 @@ class Choice(Ledger):
     def length(
         self, estimates: Sequence[Sequence[float]], seconds: Floats, catching_up: float = 0.0, drafts: bool = True
     ) -> int:
-        """Number of candidates that a round looks up; 0 leaves the round to the draft.
+        """Number of candidates that each row looks up in a round; 0 if drafting, or a plain round, is better.
 
         Args:
-            estimates: for each row those of its candidates, in order.
+            estimates: for each row the acceptance estimates of its candidates, in order.
             seconds: `[n + 1]`, a row's share of a round with 0, 1, ... candidates and without a draft.
             catching_up: seconds that the draft takes later for each token that it has not read.
             drafts: whether there is drafting to compare with.
@@ -58,15 +58,15 @@ class Choice(Ledger):
         return best if rates[best] > least else 0
 
     def further(self, survival: float, estimates: Sequence[float], seconds: Floats) -> int:
-        """Number of candidates to look up after drafted ones, all of which are accepted with probability `survival`.
-        `seconds`: `[n + 1]`, of passes with 0, 1, ... of them."""
+        """Number of candidates to look up in addition to drafted ones. `survival`: probability that verification
+        reaches the first; `estimates`: of the n found; `seconds`: `[n + 1]`, of passes with 0, 1, ... of these."""
         tokens = survival * np.cumsum(np.concatenate(([0.0], np.cumprod(estimates))))
         return int((tokens - self.rate * seconds).argmax())
 
 
 def by_estimate(estimates: Sequence[float], drafting: float) -> int:
     """Number of candidates to look up if costs do not decide: 0 unless the first estimate exceeds `drafting`, the
-    draft's acceptance rate; then as many as are all accepted with probability `LEAST_SURVIVAL`.
+    draft's acceptance rate; then as many as are all accepted with probability `LEAST_SURVIVAL` or more.
 
     Example: 0.9, 0.8, 0.5, 0.5 against 0.7: the first three, which are all accepted with probability 0.36.
     """
@@ -75,7 +75,7 @@ def by_estimate(estimates: Sequence[float], drafting: float) -> int:
     return int((np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
 
 
-ASSUMED = 8.0  # number of candidates as which `USUAL_ACCEPTANCE` counts
+ASSUMED = 8.0  # weight of `USUAL_ACCEPTANCE`, as a number of tested candidates
 
 
 class LookingUp:
@@ -85,13 +85,12 @@ class LookingUp:
     learning the estimates costs no candidates.
 
     Args:
-        most: most candidates in a round.
-        has_draft: whether there is also a draft.
-        plan: a `throughput.plan.Plan`, which has the costs of rounds; `None` with other rules than throughput.
+        text: the sequence and other text that is searched; `rates`: how often lookups are right in all sequences.
+        most: most candidates in a round; `has_draft`: whether there is also a draft.
+        plan: a `throughput.plan.Plan`, with the costs of rounds. It and `choice` are `None` without `"throughput"`.
 
     Attributes:
-        found: the continuation that the round could propose.
-        estimates: those of its candidates.
+        found: the continuation that the round could propose; `estimates`: the acceptance estimate of each candidate.
         waits: whether the round does not use the draft, which has much to read (`_must_wait`).
         verify: `[most + 1]` seconds of a row's share of a round with 0, 1, ... candidates, without drafting.
     """
@@ -109,9 +108,9 @@ class LookingUp:
         self.plan, self.choice = plan, choice
         self.found = Continuation()
         self.estimates: list[float] = []
-        self.waits, self._missed = False, 0.0  # the latter: seconds that drafting would have saved
+        self.waits, self._missed = False, 0.0  # the latter: seconds that drafting would have saved so far
         self.has_draft, self._room = has_draft, 0  # the latter: candidates that the round may have
-        self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # candidates of the draft
+        self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # numbers of drafted candidates
         self._costs: Costs | None = None
         self.verify: Floats = np.zeros(1)
 
@@ -137,12 +136,11 @@ class LookingUp:
         self.waits = self._must_wait(unread, left)
 
     def _must_wait(self, unread: int, left: float) -> bool:
-        """Whether reading costs the draft more than it could have saved, or can save in the rest.
+        """Whether the draft would take longer to read its `unread` tokens than drafting would have saved so far, or can
+        save in the `left` tokens. So waiting never loses more time than that reading takes.
 
-        So a text that repeats itself never needs the draft, and any other costs at most twice the reading.
-
-        Example: the draft takes 2 s to read a prompt, a plain pass 0.45 s, and drafting generates three tokens a
-        second. Each plain pass loses 0.12 s, so the draft reads after 17 of them; with 16 tokens left, never.
+        Example: the draft takes 2 s to read a prompt, a plain pass takes 0.45 s, and drafting generates 3 tokens per
+        second. Each plain pass loses 0.117 s, so the draft reads after 18 plain passes; with 17 tokens left, never.
         """
         if self.choice is None or not self.has_draft:
             return False
@@ -150,7 +148,7 @@ class LookingUp:
         return saving > 0.0 and reading > min(self._missed, left * saving)  # else the draft's own rule decides
 
     def first_candidates(self, count: int) -> Chain:
-        """The first `count` tokens of `found`, as the candidates of the round."""
+        """A chain of the first `count` tokens of `found`."""
         return Chain(self.found.tokens[:count])
 
     def count(self) -> int:
@@ -158,12 +156,12 @@ class LookingUp:
         return count_together([self]) if self.choice is not None else self.count_alone()
 
     def count_alone(self) -> int:
-        """`count` by estimates only."""
+        """`count` without `choice`: by estimates only."""
         return by_estimate(self.estimates, self._accepted / self._tested if self.has_draft else 0.0)
 
     def extend(self, chain: DraftTree, survival: float | None) -> DraftTree:
-        """Add looked-up candidates to a drafted chain, which is accepted as a whole with probability `survival`, while
-        worth their cost; none if `survival` is `None`."""
+        """The drafted chain, followed by as many looked-up candidates as are worth their cost. `survival`: probability
+        that all of the chain is accepted. `chain` unchanged if that is `None`, or without `choice`."""
         drawn, room = len(chain), self._room - len(chain)
         if self.choice is None or survival is None or not drawn or room < 1 or not isinstance(chain, Chain):
             return chain
@@ -175,7 +173,7 @@ class LookingUp:
         return chain.followed_by(found.tokens[:count])
 
     def branch(self, tree: DraftTree, count: int = 0) -> None:
-        """Add `found` to a tree as a branch: `count` tokens, or by default as many as are worth their cost.
+        """Add `found` to a tree as a branch of `count` new nodes; 0 adds as many as are worth their cost.
 
         The branch follows drawn nodes while they have its tokens, and continues with new nodes below the last of them.
         """
@@ -197,7 +195,7 @@ class LookingUp:
             node, reached = tree.add(node, token, reached, estimate, looked_up=True), reached * estimate
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Record a round, of whose candidates those in `path` were accepted."""
+        """Called after verification of a round, with the accepted nodes (`path`)."""
         drawn, width, kept = min(tree.num_drawn, tree.levels), len(tree), len(path) + 1  # drawn: in trees by depth
         if not drawn:
             if self.choice is not None and self.has_draft:
@@ -219,7 +217,7 @@ class LookingUp:
 
 
 def count_together(rows: Sequence[LookingUp]) -> int:
-    """The most candidates that each row of a batch looks up instead of drafting; 0 leaves the round to the draft."""
+    """The most candidates that any row of a batch looks up instead of drafting; 0 leaves the round to the draft."""
     first = rows[0]
     if first.choice is None:
         return 0

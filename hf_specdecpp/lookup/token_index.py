@@ -20,18 +20,18 @@ from typing import Any
 
 from hf_specdecpp.files import read_json, save_text
 
-LENGTHS = (2, 3, 4, 5, 7, 10, 15, 25)  # of matches, where classes begin; the first class has 1
-LONGEST = 64
-SHARES = 4  # fewer than half of the places agree, at least half, there is one place, there are several and all agree
+LENGTHS = (2, 3, 4, 5, 7, 10, 15, 25)  # match lengths at which a new class begins; matches of 1 token are class 0
+LONGEST = 64  # longer matches are in the same class
+SHARES = 4  # classes: 0 less than half of the places agree, 1 at least half, 2 there is one place, 3 several, all agree
 NUM_CLASSES = (len(LENGTHS) + 1) * SHARES
 
-# Prior log-odds by class of length and of share, which count as `PRIOR_COUNT` tokens.
+# Prior log-odds by class of length and of share, which count as `PRIOR_COUNT` judged candidates.
 PRIOR_OF_LENGTH = (-0.9, 0.5)  # of the first class, and the step to each further one
 PRIOR_OF_SHARE = (-1.0, -0.6, 0.0, 0.2)
 PRIOR_COUNT = 6.0
-MOST_COUNTED = 400.0  # tokens of a class; of more, older ones fade
-OF_TEXT = 0.97  # decay per token of a token's weight in the factor of a sequence
-TEXT_PRIOR = 2.0
+MOST_COUNTED = 400.0  # judged candidates of a class at which its counts are halved
+OF_TEXT = 0.97  # factor of earlier counts in `TextRates` at each token
+TEXT_PRIOR = 2.0  # right candidates, and wrong ones, that `TextRates` assumes at first
 
 _CLASSES = [[bisect_right(LENGTHS, length) * SHARES + of for length in range(LONGEST + 1)] for of in range(SHARES)]
 
@@ -51,7 +51,7 @@ class LookupRates:
     """Number of right and of judged candidates by class, in all sequences; older ones fade.
 
     Attributes:
-        odds: of a candidate of each class to be right.
+        odds: for each class, the odds that a candidate is right.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,8 @@ class LookupRates:
 
 
 class TextRates:
-    """Rates of one sequence, which may be right more or less often than usual; also updates the common `rates`."""
+    """Estimates for one sequence, in which lookups may be right more or less often than usual. `record` also updates
+    the common `rates`."""
 
     def __init__(self, rates: LookupRates) -> None:
         self.rates = rates
@@ -96,10 +97,10 @@ class TextRates:
         self._factor = right / wrong * not_as_usual / as_usual
 
 
-MOST_MATCHES = 64  # the latest
-MOST_SINGLE = 4  # of matches of one token, which are used if there are no others
+MOST_MATCHES = 64  # number of matches that are used, the latest
+MOST_SINGLE = 4  # the same for matches of one token, which are used if there are no others
 NOTHING = -1  # no token: separates sequences
-MOST_ID = 1 << 31
+MOST_ID = 1 << 31  # all token ids are smaller
 
 # Index of the last token of each earlier match with the end of a sequence, and its number of tokens; latest first.
 Matches = dict[int, int]
@@ -113,7 +114,7 @@ class TokenIndex:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")
-        self._latest: dict[int, int] = {}  # place of a token, by itself, and of the second one of a pair, by `_pair`
+        self._latest: dict[int, int] = {}  # latest place of each token, and of the second of each pair (key: `_pair`)
         # By place: where the same token, and the same pair, ended before, or -1.
         self._earlier, self._earlier_pair = array("i"), array("i")
         self.extend(tokens)
@@ -134,7 +135,7 @@ class TokenIndex:
         self.tokens.append(token)
 
     def matches(self, last: int, token: int, before: Matches) -> Matches:
-        """Matches with the end of a sequence after `token` follows `last`; `before`: the matches at `last`."""
+        """Matches with a sequence that ends with `last` and `token`. `before`: those before `token` was added."""
         place, earlier = self._latest.get(_pair(last, token), -1), self._earlier_pair
         found: Matches = {}
         while place >= 0 and len(found) < MOST_MATCHES:
@@ -149,7 +150,7 @@ class TokenIndex:
 
 
 def _pair(last: int, token: int) -> int:
-    """Two tokens as one number, which is no token itself."""
+    """A pair of tokens as one number, larger than any token id."""
     return (last + 2) * MOST_ID + token
 
 
@@ -157,10 +158,10 @@ class Answers:
     """Earlier answers, which lookups may search. Kept in memory only, unless saved.
 
     Args:
-        most: number of tokens; if there are more, the oldest answers are dropped.
+        most: maximum number of tokens; if there are more, the oldest answers are dropped.
 
     Attributes:
-        seen: all of them, `NOTHING` after each.
+        seen: all answers one after another, `NOTHING` after each.
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -168,7 +169,7 @@ class Answers:
         self.clear()
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens, including `NOTHING` after each answer."""
         return len(self.seen)
 
     def clear(self) -> None:
@@ -192,7 +193,7 @@ class Answers:
         save_text(json.dumps({"answers": answers}), Path(file))
 
     def load(self, file: str | Path) -> None:
-        """Add the answers in a file; `ValueError` if it holds none."""
+        """Add the answers in a file of `save`; `ValueError` if the file has another form."""
         found = read_json(Path(file))
         answers: Any = found.get("answers") if isinstance(found, dict) else None
         is_list = isinstance(answers, list) and all(isinstance(answer, list) for answer in answers)
@@ -202,7 +203,7 @@ class Answers:
             self.add(answer)
 
 
-CONTEXT = 64  # tokens at the prompt's end that are matched: the longest match there
+CONTEXT = 64  # number of tokens at the prompt's end that are matched with earlier text
 EQUAL = 8  # matches of this many tokens and more count as equally good
 
 
@@ -218,15 +219,15 @@ class Continuation:
 
 
 class TextLookup:
-    """A growing sequence and its continuation by earlier text.
+    """A growing sequence, and its expected continuation from earlier text.
 
-    Example: after 5 6 7 8 9 5 6 7 8 5 6 the latest earlier 5 6 is at its sixth and seventh token, followed by 7 8 5;
-    the first one is followed by 7 8 9. Both have 7 8 (two of two), then one of two has 5, the later one.
+    Example: in 5 6 7 8 9 5 6 7 8 5 6 the final 5 6 occurs twice earlier: at first it is followed by 7 8 9, later by 7 8
+    5. Both agree on 7 and 8; of 9 and 5, the later one is taken. So the continuation starts with 7 8 5.
 
     Args:
         never: ids that are not proposed; a continuation ends before them.
         vocab_size: ids from here on are not proposed either.
-        earlier: other text to search.
+        earlier: other text that is searched, too (`Answers.seen`).
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class TextLookup:
         self.sources[0].append(token)
 
     def ahead(self, most: int, after: Sequence[int] = ()) -> Continuation:
-        """At most `most` tokens that are expected after the sequence followed by `after`."""
+        """At most `most` tokens that are expected after the sequence, or after the sequence followed by `after`."""
         matches = self._after(after) if after else self._matches
         if most < 1 or not any(matches):
             return Continuation()
@@ -275,7 +276,7 @@ class TextLookup:
         return Continuation(tokens[:count], classes[:count])
 
     def _pieces(self, matches: list[Matches], least: int, most: int, after: Sequence[int]) -> list[list[int]]:
-        """The tokens after each match of at least `least` tokens, latest first; `NOTHING` ends those of other text."""
+        """The `most` tokens after each match of `least` tokens or more, latest first; `NOTHING` ends other text."""
         pieces = []
         for seen, each in zip(self.sources, matches, strict=True):
             for place, length in each.items():

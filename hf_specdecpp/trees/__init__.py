@@ -1,1 +1,1 @@
-"""Token trees: growth, shapes, drawing; and verification, of chains, too."""
+"""Token trees: growth, shapes, pictures; and verification of chains and trees."""

@@ -1,5 +1,5 @@
-"""Checks that a model reads a token tree in one pass as it reads the paths one by one (`check_tree`): unsuitable models
-are refused with the reason, others are tested. `caches.masks` makes the inputs."""
+"""Checks that a model computes the same logits in one pass over a token tree as over each path alone (`check_tree`):
+unsuitable models are refused with the reason, others are tested. `caches.masks` makes the inputs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hf_specdecpp.models.quantised import multiplies_in_half
 from hf_specdecpp.sampling.randomness import widest
 from hf_specdecpp.trees.tree import relations
 
-CHAIN = "Draft chains instead (tree=False)"
+CHAIN = "Draft chains instead (tree=False)"  # the end of error messages
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Relative errors of the logits that rounding stays below; wrong masks and positions are far above. Some families
 # compute partly in float32 in any dtype.
 TREE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
 HALF_TREE_TOLERANCE = 0.1
 
-# Attention implementation and dtype with which a model has passed the test of `tree_error`.
+# Attention implementation and dtype with which a model has passed `check_tree`.
 _passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionary()
 
 
 def check_tree(target: CausalLM, role: str = "target") -> None:
     """Raise `ValueError` unless `target` (`role` in messages) reads a token tree in one pass as it reads the paths.
 
-    First `refuse_tree` checks the model without a pass. Then the model reads a small tree, once, and the logits are
-    compared. Targets with foreign code are tested during generation instead (`caches.trial`).
+    `refuse_tree` first checks the model without a pass. Then `tree_error` compares logits; a model that has passed is
+    not tested again. Targets with foreign code are tested during generation instead (`caches.trial`).
     """
     refuse_tree(target, role)
     if has_read_tree(target) or (role == "target" and any(True for _ in foreign_code(target))):
@@ -84,7 +84,7 @@ def _way_to_read(target: CausalLM) -> tuple[str, torch.dtype]:
 
 
 def _no_tree(target: CausalLM, config: Any) -> str | None:
-    """Why the model cannot read trees, as far as is known without running it; `None` if no reason is known."""
+    """Why the model cannot read trees, as a clause for messages; `None` if no reason is known without running it."""
     if target.config.model_type == "paligemma":
         return "reads its prompt in both directions and counts positions from 1"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):

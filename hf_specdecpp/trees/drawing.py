@@ -15,7 +15,7 @@ LINES = ("│", "├─", "└─")  # missing in cp1252, the encoding of pipes 
 
 @dataclass(frozen=True, repr=False)
 class DrawnTree:
-    """A tree, whose root is the last token before it, and the accepted `path`; `str()` draws it with token ids."""
+    """A tree, whose root is the last token of the sequence, and its accepted nodes (`path`). `str()` has token ids."""
 
     tree: DraftTree
     path: list[int]
@@ -24,7 +24,8 @@ class DrawnTree:
         return self.text()
 
     def text(self, decode: Callable[[int], str] = str) -> str:
-        """One line per node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot."""
+        """A line for each node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot. The
+        root's line has numbers of candidates and draft passes instead."""
         tree, accepted = self.tree, set(self.path)
         lines = [
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "

@@ -32,14 +32,15 @@ from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings, Level
 from hf_specdecpp.trees.shapes import Shape
 from hf_specdecpp.trees.tree import DraftTree
 
-# A factor on h, which raises t: the next level uses the budget that a level leaves, but drawn nodes stay.
+# Factor of h in `ThresholdSchedule`, which raises t: a later level can use budget that is left, but drawn nodes stay.
 # With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/trees/test_growth.py).
 CAUTION = 0.85
 LATEST = 0.1  # share of the latest round in the running means of `ThresholdSchedule`, once there are many
 
 
 def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
-    """Algorithm 1: always draw at the slot of the highest value. One draft pass for each node that gets a child."""
+    """Algorithm 1: draw at the slot of the highest value, until the tree has `budget` nodes or all values are below
+    `threshold`. One draft pass for each node that gets a child."""
     leaves = [(-v, node) for node, v in growth.leaves.items()]
     while len(growth.tree) < budget:
         promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf has a higher value
@@ -55,7 +56,7 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
     """Algorithm 2: one draft pass per level, then a draw at every slot of value t or more, best first.
 
     With the paper's fixed t most of the budget is unused if the draft is unsure. Here `pace` chooses t for each level,
-    at least `threshold`; in the end the best open slots above that get the rest of the budget, with 0 all of it.
+    at least `threshold`. In the end the rest of the budget is drawn at the best open slots of at least `threshold`.
     """
     tree, done = growth.tree, False
     usual = pace.estimate if growth.greedy else 1.0  # expected a(y) of a leaf's child
@@ -85,15 +86,15 @@ class ThresholdSchedule:
     replaced by v times the mean a.
 
     Attributes:
-        split_entropy: h in nats, a running mean over the draws of all rounds. The initial value counts as a round.
-        estimate: the mean a, likewise.
+        split_entropy: h in nats, a running mean over rounds (`LATEST`). The initial value counts as a round.
+        estimate: the mean a, likewise. Both are computed from estimates before their calibration.
     """
 
     def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
         self.split_entropy, self.estimate, self.rounds = split_entropy, estimate, 1
 
     def threshold(self, values: list[float], budget: int) -> float:
-        """t, given the values of the slots and the remaining budget. The best slot always passes."""
+        """t, given the values of the slots and the remaining budget; at most the highest value."""
         ranked = sorted(values, reverse=True)[:budget]
         h = CAUTION * self.split_entropy
         total, t = 0.0, math.inf
@@ -118,7 +119,8 @@ class ThresholdSchedule:
 
 
 def grow_shape(growth: Growth, shape: Shape) -> None:
-    """Grow a given shape, one draft pass per level, up to the maximum depth, end-of-sequence tokens and exhausted D."""
+    """Grow a given shape, one draft pass per level, without nodes below the maximum depth, after end-of-sequence tokens
+    or where D has no token left."""
     tree = growth.tree
     ranks: dict[int, tuple[int, ...]] = {0: ()}
     while level := [node for node in growth.leaves if tree.depths[node] == tree.levels and shape.get(ranks[node])]:
@@ -145,10 +147,10 @@ class Growth:
     Args:
         expand: gives the draft's `Level` after nodes of the tree (the root first, then any whose parents were
             expanded): by node, with a draft pass, or by depth, from the marginals of a block.
-        max_depth: nodes of this depth get no children.
+        root: the last token of the sequence; `max_depth`: nodes of this depth get no children.
 
     Attributes:
-        open: priority of the open slot of each node whose q is known: v, or v * a(y) for a greedy target.
+        open: by node whose q is known, the priority of its open slot: v * `expected`, for a greedy target v * a(y).
         leaves: value v of the first child's slot of each other node that may have children.
         forgone: priorities of slots of further siblings that were not opened, if `Slots.branches` is `False`.
     """
@@ -201,7 +203,7 @@ class Growth:
         return self.draw(self._heap[0][1])
 
     def draw(self, parent: int) -> int | None:
-        """Draw at the slot of `parent`; the new node, or `None` if no token is left there."""
+        """Draw at the open slot of `parent`; the new node, or `None` if there is no open slot or no token left."""
         if self.open.pop(parent, None) is None:  # for a greedy target: no further sibling
             return None
         v, drawn = self._slots.pop(parent)
@@ -223,7 +225,7 @@ class Growth:
         return [(self._slots[node][0], value) for node, value in self.open.items()]
 
     def _open(self, node: int, v: float, chance: float | None = None) -> None:
-        """Open a slot of value v; `chance`: the estimate of its next child, if it is known before the draw."""
+        """Open the slot of `node`, of value v; `chance`: the next child's estimate, if known before the draw."""
         known = next(self._siblings[node], None) if self.greedy else None
         if self.greedy and known is None:  # no token is left
             return
@@ -248,8 +250,8 @@ class SlotValuation:
         return estimate if self.rates is None else self.rates.calibrated(estimate)
 
     def expected(self, _last: float | None, _chance: float | None = None, /) -> float:
-        """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling,
-        and its own (`chance`) if an estimator knows it before the draw."""
+        """Priority of an open slot divided by v, before its token is known. `_last`: estimate of the sibling before;
+        `_chance`: estimate of the slot's own token, if an estimator knows it before the draw."""
         return 1.0
 
 
@@ -296,7 +298,7 @@ class Slots:
 
 
 def judged_siblings(siblings: Siblings, row: int, chance: float | None) -> Iterator[tuple[int, float]]:
-    """Draw the siblings in a row of `siblings` one by one, each with a(y) = q(y) / (1 - q of earlier siblings).
+    """Draw the siblings in a row of `siblings` one by one: (y, a(y)), with a(y) = q(y) / (1 - q of earlier siblings).
     `chance`: a(y) of the first, if it is known before the draw."""
     mass = 0.0
     while (drawn := siblings.draw_next(row)) is not None:

@@ -33,8 +33,8 @@ class Level:
 class HeadJudgedSiblings:
     """As `growth.judged_siblings`, for a level, with estimates of a head with `inputs="before"`.
 
-    A few siblings of every node are drawn ahead, so that one pass of the head serves a level. The tree stays exact: its
-    growth sees a sibling only after deciding to take it, and siblings that are not taken are forgotten.
+    A few siblings of every node (`ahead`) are drawn ahead, so that one pass of the head serves a level. The output
+    stays exact: a sibling is seen only after the decision to take it, and siblings that are not taken are forgotten.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HeadJudgedSiblings:
         self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
 
     def of_node(self, row: int) -> Iterator[tuple[int, float]]:
-        """The siblings of a node of the level, with estimates."""
+        """The siblings below the level's node in this row, with estimates, in the order drawn."""
         judged = self.judged[row]
         for place in count():
             if place == len(judged):
@@ -96,7 +96,7 @@ class SiblingDistribution:
         self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
     ) -> list[tuple[float, ...]]:
         """`scalar_features` of the siblings `drawn` next, in order, each for q without earlier siblings. `likeliest`:
-        tokens of q in descending order, two more than the siblings drawn by then. All tokens come with their q."""
+        the tokens of highest q, descending, two more than are drawn before the last of `drawn`. Both: (token, q)."""
         rows: list[tuple[float, ...]] = []
         place = 0
         for token, q in drawn:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Shape = dict[tuple[int, ...], int]
+Shape = dict[tuple[int, ...], int]  # number of children by node; a node is the ranks on the way to it, the root is ()
 MOST_IN_A_LEVEL = 1024
 
 
 def from_expansions(counts: Sequence[int]) -> Shape:
-    """SpecInfer (arXiv 2305.09781): every node of depth i has `counts[i]` children. `[1, 1, 1]` is a chain.
+    """SpecInfer (arXiv 2305.09781): every node of depth i has `counts[i]` children. `[1, 1, 1]` is a chain of three.
     `ValueError` if a number is not positive, or a level is too large."""
     shape: Shape = {}
     level: list[tuple[int, ...]] = [()]
@@ -27,7 +27,7 @@ def from_expansions(counts: Sequence[int]) -> Shape:
 
 
 def from_nodes(nodes: Sequence[Sequence[int]]) -> Shape:
-    """A shape from the paths of all nodes but the root; `ValueError` if a parent or an earlier sibling is missing."""
+    """A shape from all nodes but the root, as in `Shape`; `ValueError` if a parent or an earlier sibling is missing."""
     listed = {tuple(node) for node in nodes}
     shape: Shape = {}
     for node in listed:
@@ -47,7 +47,7 @@ def size(shape: Shape) -> int:
 
 
 def make_shape(description: Sequence[int] | Sequence[Sequence[int]]) -> Shape:
-    """A shape from an expansion vector or a list of nodes."""
+    """The shape of numbers of children by depth (`from_expansions`) or of a list of nodes (`from_nodes`)."""
     if all(isinstance(item, int) for item in description):
         return from_expansions(description)  # type: ignore[arg-type]
     return from_nodes(description)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def best_shape(rates: Sequence[float], budget: int, max_depth: int) -> Shape:
     """The shape with the most expected accepted candidates (Sequoia, arXiv 2402.12374, section 3.1).
 
     Args:
-        rates: probability that the child of each rank is the accepted one, first child first, as measured
+        rates: probability that a node's first, second, ... child is the accepted one, as measured
             (`SpeculationStats.acceptance_by_rank`), assumed equal at every node.
         budget: number of candidates.
         max_depth: longest path.

@@ -26,9 +26,9 @@ class DraftTree:
         ranks: number of siblings drawn before each node.
         values: value of the slot that each node was drawn at: the estimated probability that verification reaches the
             slot, known before the draw (the root's is 1).
-        estimates: estimated probability that the node is accepted once verification reaches it.
+        estimates: for each node, the estimated probability that it is accepted once verification reaches it.
         children: of each node, in the order drawn.
-        looked_up: nodes that were looked up instead of drawn, by parent and token. They are not in `children`.
+        looked_up: nodes that were looked up instead of drawn, by (parent, token). They are not in `children`.
         scores: `[vocab]` logits after each node that the draft has expanded. The first child was drawn from their
             softmax q, each further child from q without the earlier children, renormalised.
         distributions: q of such nodes, if drawing has computed it.
@@ -160,7 +160,7 @@ class DraftTree:
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
 
     def drawn(self, path: Sequence[int]) -> Sequence[int]:
-        """The drawn part of a path, which precedes the looked-up part."""
+        """The drawn nodes of a path, which precede its looked-up nodes."""
         looked_up = set(self.looked_up.values())
         return [node for node in path if node not in looked_up]
 
@@ -220,16 +220,16 @@ class Chain(DraftTree):
 
 @dataclass
 class Lineage:
-    """Ancestors of tree nodes that a model reads in several passes. In `ancestors`, bool `[n, n]`, row i marks the
-    nodes that node i sees, itself included."""
+    """Ancestors of the tree `nodes` that a model has read, in that order, in several passes; `places`: index of each in
+    that order. In `ancestors`, bool `[n, n]`, row i marks the nodes that node i sees, itself included."""
 
     nodes: list[int] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
     ancestors: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.bool, device="cpu"))
 
     def feed(self, tree: DraftTree, nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Append `nodes`, each after its parent; only the first may be the root. Returns `ancestors` `[n_query, n]` of
-        the new nodes and `depths` `[n]` of all nodes, as `tree_inputs` takes them."""
+        """Append `nodes` that the next pass reads, each after its parent. Returns `ancestors` `[n_query, n]` of these
+        and `depths` `[n]` of all nodes so far, as `tree_inputs` takes them."""
         before = len(self.nodes)
         for node in nodes:
             self.places[node] = len(self.nodes)
@@ -264,7 +264,7 @@ def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tens
 
 
 class TreePass:
-    """The node in each row of a pass over a tree as it is now, by default depth first.
+    """The node in each row of the target's pass over a tree as it is now, by default depth first.
 
     Example: a root has the children 1 and 2, and 1 has the child 3. The rows are the nodes 0, 1, 3, 2: node 2 is in row
     3.
@@ -276,9 +276,9 @@ class TreePass:
         self.rows = dict(zip(self.order, range(len(self.order)), strict=True))  # row of each node
 
     def upload(self, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root, and `ancestors`
-        `[width, width]` and `depths` `[width]` for `tree_inputs`. If `width` exceeds the number of nodes, dummies
-        follow, at the root's position, which see only themselves and are seen by no node."""
+        """Inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root; for `tree_inputs`
+        `ancestors` `[w, w]` and `depths` `[w]` of w = n + 1 nodes. If `width` is larger, w is `width`: dummies follow,
+        at the root's position, which see only themselves and are seen by no node."""
         fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long, device="cpu")
         parents = self.tree.parents
         ancestors, depths = relations([-1, *(self.rows[parents[node]] for node in self.order[1:])])
@@ -290,7 +290,7 @@ class TreePass:
 
 
 def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Integer and bool tensors of the host on a device, with one copy for all."""
+    """Integer and bool tensors of the host on a device, with one copy for all; on a CPU the same tensors."""
     if device.type == "cpu":
         return list(parts)
     together = torch.cat([part.flatten().long() for part in parts]).to(device)

@@ -29,7 +29,7 @@ def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
 
     Args:
         candidates: k tokens.
-        scores: `[k + 1, vocab]`, the target's processed logits at each candidate and after the last.
+        scores: `[k + 1, vocab]`, the target's processed logits at the place of each candidate and after the last.
 
     Returns:
         Number of accepted candidates, and the token that follows them.
@@ -48,13 +48,12 @@ def verify_sampled(
 
     Args:
         candidates: k tokens, the i-th drawn from `q[i]`; ids, or a tensor of them.
-        p: `[k + 1, vocab]` probabilities of the target.
+        p: `[k + 1, vocab]` probabilities of the target, at the place of each candidate and after the last.
         q: `[k, vocab]` probabilities of the draft.
         verification: `"block"` (arXiv 2403.10444), or `"token"` (arXiv 2211.17192, Algorithm 1), which accepts fewer.
 
     Returns:
-        Number of accepted candidates, and the next token: drawn from the rest of p after a rejection, or from p if all
-            are accepted (the bonus).
+        Number of accepted candidates, and the next token: from p if all are accepted (bonus), else from the rest of p.
     """
     if waits_for_reads(p.device):
         return randomness.outcome(*outcomes(candidates, None, p, q, verification))
@@ -252,8 +251,8 @@ def carried(ratios: Tensor) -> Tensor:
 
 
 def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
-    """Follow the target's `likeliest` token from node to node, which is called for visited nodes only. Returns the
-    accepted nodes, and the token that follows them."""
+    """Follow the target's likeliest tokens from the root. `likeliest` returns that after a node, and is called for
+    visited nodes only. Returns the accepted nodes, and the token that follows them."""
     path: list[int] = []
     node = 0
     while True:
@@ -275,8 +274,8 @@ def verify_tree(
 
     Args:
         tree: its siblings were drawn one after another, without replacement.
-        p: gives `[vocab]`, the target's distribution after a node. `"block"` calls it for nodes with children, until a
-            node is accepted, `"token"` for visited nodes.
+        p: gives `[vocab]`, the target's distribution after a node. `"block"` calls it for nodes with children until one
+            is accepted, and for an accepted leaf; `"token"` for visited nodes.
 
     Returns:
         The accepted nodes, and the token that follows them, drawn from the part of p that rejected children left, or
@@ -305,7 +304,7 @@ def verify_tree(
 def _tests(
     tree: DraftTree, node: int, p: Callable[[int], Tensor], owed: Tensor
 ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
-    """`child_tests` of a node to accept with probability `owed`, each with its child, at last with `None`."""
+    """`child_tests` of a node, each with its child; the last with `None`, and at a leaf without weights."""
     children = tree.children[node]
     if not children or not owed:  # no tests below
         yield None, owed, None
@@ -315,7 +314,7 @@ def _tests(
 
 
 def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness) -> tuple[int | None, int]:
-    """A level of Algorithm 3: the accepted child of a node or `None`, and the next token. `p`: `[vocab]`."""
+    """A level of Algorithm 3: the accepted child of a node and its token, or `None` and the token drawn instead."""
     tests = child_tests(tree, node, p, torch.ones((), dtype=torch.float32, device=p.device))
     # zip takes the next child first, so that nothing is computed after an accepted one.
     for child, (chance, _) in zip(tree.children[node], tests, strict=False):
@@ -326,8 +325,8 @@ def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness)
 
 
 def child_tests(tree: DraftTree, node: int, p: Tensor, owed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Acceptance probability of each child of a node that must be accepted with probability `owed`; at last the
-    remainder of `sibling_tests`. `p`: `[vocab]`, the target's distribution after the node."""
+    """`sibling_tests` of a node that must be accepted with probability `owed`: for each child its acceptance
+    probability and U(y), at last the remainder. `p`: `[vocab]`, the target's distribution after the node."""
     tokens = torch.tensor([tree.tokens[child] for child in tree.children[node]], dtype=torch.long, device=p.device)
     q = tree.q(node).to(p.device) if len(tokens) else p
     tests = sibling_tests(p, q, tokens.unbind(), owed)
