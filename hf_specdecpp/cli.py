@@ -223,12 +223,12 @@ def drafts(
 
 @contextmanager
 def _failing(repository: str | None = None) -> Iterator[None]:
-    """Context in which `ValueError` and `OSError` become a line on stderr and exit code 1. The line adds that there is
-    no folder `repository`, unless there is one, or the error is a `FileNotFoundError`."""
+    """Context in which `ValueError` and `OSError` become a line on stderr and exit code 1. For errors of the Hub, which
+    are `OSError`, the line adds that there is no folder `repository` either, unless there is one."""
     try:
         yield
     except (ValueError, OSError) as error:
-        is_said = repository is None or isinstance(error, FileNotFoundError) or Path(repository).is_dir()
+        is_said = repository is None or isinstance(error, (ValueError, FileNotFoundError)) or Path(repository).is_dir()
         _fail(str(error) if is_said else f"{error} There is no folder {repository!r} either.")
 
 

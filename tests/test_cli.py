@@ -123,7 +123,8 @@ def test_hub(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.M
     result = run("inspect", "org/head", "--revision", "v1")
     assert result.exit_code == 0, result.output
     assert text(result.stdout).startswith(f"assistant org/head at {commit}")
-    assert run("inspect", "org/head").exit_code == 1
+    assert (damaged := run("inspect", "org/head")).exit_code == 1
+    assert "There is no folder" not in damaged.output, "the Hub has the repository"
     assert_error(run("inspect", "org/head", "--revision", "v2"), "Revision Not Found")
     assert_error(run("inspect", "org/other"), "Repository Not Found")
     assert_error(run("inspect", "org/gated"), "Access to model org/gated is restricted")

@@ -73,7 +73,7 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
             growth.draw_best()
     while len(tree) < budget and growth.best >= max(threshold, SMALLEST):
         growth.draw_best()
-    pace.record_tree(tree)
+    pace.record_tree([growth.calibrated(a) for a in tree.estimates[1:]])
 
 
 class ThresholdSchedule:
@@ -87,7 +87,7 @@ class ThresholdSchedule:
 
     Attributes:
         split_entropy: h in nats, a running mean over rounds (`LATEST`). The initial value counts as a round.
-        estimate: the mean a, likewise. Both are computed from estimates before their calibration.
+        estimate: the mean a, likewise.
     """
 
     def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
@@ -105,17 +105,17 @@ class ThresholdSchedule:
             t = min(total / (h * (budget - k) + k), ranked[0])
         return t
 
-    def record_tree(self, tree: DraftTree) -> None:
-        """Update the running means with a finished tree."""
-        if len(tree):
+    def record_tree(self, estimates: list[float]) -> None:
+        """Update the running means with the calibrated estimates of a finished tree's nodes."""
+        if estimates:
             self.rounds += 1
             share = max(1.0 / self.rounds, LATEST)
             entropy = 0.0
-            for a in tree.estimates[1:]:
+            for a in estimates:
                 for x in (a, 1.0 - a):
                     entropy -= x * math.log(x) if x > 0.0 else 0.0
-            self.split_entropy += share * (entropy / len(tree) - self.split_entropy)
-            self.estimate += share * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
+            self.split_entropy += share * (entropy / len(estimates) - self.split_entropy)
+            self.estimate += share * (sum(estimates) / len(estimates) - self.estimate)
 
 
 def grow_shape(growth: Growth, shape: Shape) -> None:
@@ -162,7 +162,7 @@ class Growth:
         self.forgone: list[float] = []
         self.max_depth, self.greedy = max_depth, how.randomness is None
         self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
-        self._expand, self._how, self._valuation = expand, how, how.valuation
+        self._expand, self._how, self._valuation, self.calibrated = expand, how, how.valuation, how.valuation.calibrated
         how.buffer.used = 0  # the q of earlier trees is no longer used
         self._heap: list[tuple[float, int]] = []  # `open` as (-priority, node), with outdated entries
         self._siblings: dict[int, Iterator[tuple[int, float]]] = {}  # draws a node's further children, with estimates
@@ -210,7 +210,7 @@ class Growth:
         if (drawn := drawn or next(self._siblings[parent], None)) is None:  # R is all zero
             return None
         y, estimate = drawn
-        a = self._valuation.calibrated(estimate)
+        a = self.calibrated(estimate)
         child = self.tree.add(parent, y, v, estimate)
         if self.tree.depths[child] < self.max_depth and y not in self._how.eos_token_ids:
             self.leaves[child] = v * a
@@ -231,7 +231,7 @@ class Growth:
             return
         self._slots[node] = v, known
         if known is not None:
-            value = v * self._valuation.calibrated(known[1])
+            value = v * self.calibrated(known[1])
         else:
             children = self.tree.children[node]
             value = v * self._valuation.expected(self.tree.estimates[children[-1]] if children else None, chance)

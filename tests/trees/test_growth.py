@@ -112,6 +112,22 @@ def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Tr
     assert means[1] > 0.95 * means[0]
 
 
+class Halved(algorithms.SlotValuation):
+    """Acceptance is half of what is estimated."""
+
+    def calibrated(self, estimate: float) -> float:
+        return 0.5 * estimate
+
+
+def test_the_pace_learns_from_calibrated_estimates() -> None:
+    """By which slots are split: thresholds from others would be those of another draft."""
+    pace = algorithms.ThresholdSchedule()
+    grown = Growth(RandomDraft("mixed", 0), Slots(DraftProbability(), valuation=Halved()), 0, 8)
+    algorithms.grow_by_level(grown, 16, pace)
+    mean = 0.5 * statistics.mean(grown.tree.estimates[1:])
+    assert pace.estimate == pytest.approx(0.7 + 0.5 * (mean - 0.7)), "the initial value counts as one tree"
+
+
 def test_a_fixed_threshold_leaves_the_budget_unused() -> None:
     """The paper's form, which is what `tree_threshold` asks for."""
     tree_growth = growth(RandomDraft("unsure", seed=0), randomness=TorchRandomness())
