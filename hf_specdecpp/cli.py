@@ -94,7 +94,7 @@ def train(**options: Any) -> None:
     try:
         from hf_specdecpp.training.run import run
     except ImportError as error:
-        _fail(f"Training needs {error.name}. Install the extra: pip install 'hf-specdecpp[train]'.")
+        _fail(f"Training cannot be imported: {error}. Install the extra: pip install 'hf-specdecpp[train]'.")
     with _failing():
         run(settings_from(TrainOptions, options))
 
