@@ -255,7 +255,7 @@ class SpecDecPPAssistant(AssistantModel):
     # Storing one -----------------------------------------------------------------------------------------------------
 
     def contents(self, calibration: bool = False) -> publishing.Contents:
-        """The repository's contents (`save_pretrained`). `ValueError` if the draft has an unsaved PEFT adapter."""
+        """The repository's contents; argument as in `save_pretrained`. `ValueError` for an unsaved PEFT adapter."""
         config, drafter = self.config, self.drafter
         if drafter is not None and self.parts.adapter is None and hasattr(drafter.model, "peft_config"):
             raise ValueError(

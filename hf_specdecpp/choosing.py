@@ -59,8 +59,8 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
             `None`: all assistants of the model are detached.
         default: whether calls without `assistant_model=` use the assistant.
         options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, which override those of a
-            repository; and for a draft given by name, options of `SpecDecPPAssistant.from_pretrained`, such as
-            `revision`, or `draft`, a copy of the model that the repository names.
+            repository; for a model, also by name, `Options`, such as `adapter`; for other repositories and folders
+            `LoadingOptions`, such as `revision`, or `draft`, a copy of the model that the repository names.
 
     Returns:
         The assistant, whose `stats` describe the latest `generate()`; `None` for `draft=None`.

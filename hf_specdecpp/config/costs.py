@@ -107,7 +107,8 @@ class Costs:
         return drafting + self.verify_seconds(max_tokens) + self.overhead
 
     def level_seconds(self, level: int, nodes: int) -> float:
-        """Seconds of drafting below `nodes` tree nodes of depth `level`; only every `block`-th level takes a pass."""
+        """Seconds of drafting below `nodes` tree nodes of depth `level`. Each takes `branch`, but in every `block`-th
+        level, which takes a pass, the first takes `draft`."""
         steps = int(level % self.block == 0)
         return self.draft * steps + self.branch * (nodes - steps)
 

@@ -155,9 +155,9 @@ def pass_first(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
 
 
 def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Tensor, width: int) -> Tensor:
-    """The last accepted node `[texts]`, from the `tests` of `tree_tests` and uniform random numbers of the same shape;
-    `ancestors` as in `last_on_path`. For `"block"` it is the first node that passes in an order in which all nodes
-    below a node precede it, and an earlier sibling's subtree precedes a later sibling's; the root passes."""
+    """The last accepted node `[texts]`, from the `tests` of `tree_tests` and uniform random numbers of the same shape.
+    `ancestors`: as in `last_on_path`; `width`: nodes of a level. For `"block"` it is the first node that passes in an
+    order in which nodes below a node precede it, and an earlier sibling's subtree a later one's. The root passes."""
     nodes = parents.shape[1]
     if tests.shape[1] == nodes:
         return last_on_path(pass_first(parents, tests, uniform), ancestors)

@@ -178,8 +178,8 @@ class TargetSide(RoundTarget):
             self.timed_pass = None
 
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
-        """Time an additional pass over one token of each of `rows` sequences if its time cannot be derived from the
-        rounds. `inputs` makes the forward's arguments; the statistics of `first` count the pass and its seconds."""
+        """Called before rounds: times an additional pass over one token of each of `rows` sequences if due
+        (`PassTimes`). `inputs` makes the forward's arguments; the statistics of `first` count the pass and seconds."""
         if self.passes.is_missing(rows, self.generator.products):
             begin = time.perf_counter()
             self.passes.make(rows, self.model, inputs())

@@ -46,7 +46,7 @@ class RoundResult:
     """The result of a verification.
 
     Example: of the chain 7 8 9 the candidates 7 and 8 are accepted, and 4 follows: `path` is [1, 2], `emitted` is
-    [7, 8, 4]. If `Walk` finds that 8 ends the sequence, `emitted` is [7, 8].
+    [7, 8, 4]. If `Walk` finds that 8 ends the sequence, `emitted` is [7, 8], and `path` is still [1, 2].
     """
 
     path: list[int]  # the accepted nodes

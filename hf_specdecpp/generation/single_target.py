@@ -135,8 +135,8 @@ class TargetContext:
         )
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
-        """Arguments of a forward pass over the pending tokens, the last token of `input_ids` `[1, length]` and the
-        candidates. With `has_mask` the caller makes the mask."""
+        """Mark the beginning of a round, and return the arguments of a forward pass over the pending tokens, the last
+        token of `input_ids` `[1, length]` and the candidates. With `has_mask` the caller makes the mask."""
         self.cached.begin_round()
         count = len(candidates)
         tokens = input_ids

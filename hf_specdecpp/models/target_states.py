@@ -167,8 +167,7 @@ class TargetStates:
 
 
 def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
-    """The modules of a target whose outputs a draft reads, in the order of `reads`; `ValueError` if the target lacks
-    one of the layers."""
+    """The modules of `reads`, in order: layers, for `FINAL` the decoder. `ValueError` if the target lacks a layer."""
     decoder = inner_decoder(target)
     stack = layer_stack(decoder, target)[1]
     if missing := [read for read in reader.reads if read >= len(stack)]:

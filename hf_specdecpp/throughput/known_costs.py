@@ -47,8 +47,8 @@ class KnownCosts:
 
     Args:
         first: costs before any round was timed.
-        form: computes the costs for a rule from those of passes by width: for batches a row's share, for padded passes
-            those of the padded width (`Rounds.formed`).
+        form: computes the costs by which a plan decides, by candidates, from those of passes, by tokens: for batches a
+            row's share, for padded passes those of the padded width (`Rounds.formed`).
         is_assumed: whether `first` is assumed, in passes over one token. After the first sequence costs are in seconds.
         follows: whether rounds correct the costs; `False` for given ones.
     """
@@ -251,7 +251,7 @@ class RoundTimes:
 
 
 def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int]:
-    """Widths whose typical time is within about 10 % of the cost. `passes`: as in `corrected`."""
+    """Widths whose typical time is within about 10 % of the cost, and so confirms it. `passes`: as in `corrected`."""
     verify, taken = costs.verify_seconds(max(passes, default=1) - 1), taken_by(passes)
     return [width for width, seconds in taken.items() if abs(math.log(seconds / verify[width - 1])) < EXPECTED]
 

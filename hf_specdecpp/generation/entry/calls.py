@@ -68,8 +68,8 @@ class Call:
 def decoding_of(
     call: Call, assistant: Assistant, input_ids: Tensor, decoding: type[AssistedDecoding] = AssistedDecoding
 ) -> Callable[[Tensor], Any]:
-    """Prepare a call with an assistant. Returns a function of `input_ids` `[batch, length]` that runs it and gives the
-    output of `generate()`. `ValueError` if the call is not supported, before its first pass or random number."""
+    """Prepare a call with an assistant. Returns a function of the same `input_ids` `[batch, length]` that runs it and
+    gives `generate()`'s output. `ValueError` if the call is not supported, before its first pass or random number."""
     target, count = call.target, input_ids.shape[0]
     refusals.check_inputs(input_ids, call.model_kwargs)
     refusals.warn_of_ignored(call.config)
