@@ -18,6 +18,7 @@ from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts, raw_config
 from hf_specdecpp.draft_kinds.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
 from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.hub.published import advice
+from hf_specdecpp.hub.repository import HUB_KWARGS
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -123,7 +124,7 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
         return _lookups(model, **options)
     if isinstance(draft, str):
         _check_name(draft)
-    if isinstance(draft, str | Path) and not _is_plain_model(draft):
+    if isinstance(draft, str | Path) and not _is_plain_model(draft, options):
         return SpecDecPPAssistant.from_pretrained(draft, model, **options)
     return SpecDecPPAssistant.from_draft(draft, model, **options)
 
@@ -172,9 +173,8 @@ def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **op
     return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, cast(Options, options))
 
 
-def _is_plain_model(name: str | Path) -> bool:
-    """Whether the `config.json` of a repository is that of an ordinary causal LM."""
-    raw = raw_config(name)
-    if raw is None or recognise(raw) is not None:
-        return False
-    return raw.get("model_type") not in (None, SpecDecPPConfig.model_type)
+def _is_plain_model(name: str | Path, options: dict[str, Any]) -> bool:
+    """Whether a repository's `config.json`, read with the download `options`, is that of an ordinary causal LM."""
+    raw = raw_config(name, options.get("revision"), {each: options[each] for each in options.keys() & HUB_KWARGS})
+    not_models = (None, SpecDecPPConfig.model_type)
+    return raw is not None and recognise(raw) is None and raw.get("model_type") not in not_models

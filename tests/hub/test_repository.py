@@ -18,6 +18,7 @@ from support.targets.models import partly_agreeing, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.loading import load_model_config, load_tokenizer
 
@@ -49,6 +50,19 @@ def assistant(target: PreTrainedModel, tmp_path: Path) -> SpecDecPPAssistant:
 def paths(hub: HubServer, repo: str) -> list[str]:
     """What was asked of a repository's files."""
     return [path for _, path, _ in hub.requests if path.startswith((f"/{repo}/", f"/api/models/{repo}"))]
+
+
+def test_what_a_repository_is_depends_on_the_revision(
+    hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path
+) -> None:
+    """Its latest commit is an ordinary model, the tagged one an assistant."""
+    assistant.save_pretrained(tmp_path / "assistant")
+    hub.commit("org/changed", repos.files_of(tmp_path / "assistant"))
+    hub.tag("org/changed", "v1")
+    hub.commit("org/changed", repos.files_of(repos.save_model(tiny("llama"), tmp_path / "model")))
+    loaded = assist(target, "org/changed", revision="v1", default=False)
+    assert repos.greedy(target, loaded) == repos.greedy(target)
+    assert loaded.config.draft_id == "org/draft"
 
 
 @pytest.mark.daily("True")
