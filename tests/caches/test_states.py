@@ -84,7 +84,7 @@ def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     assert_same_states(ours.past_key_values, plain.past_key_values)
 
 
-@pytest.mark.daily("30", "14", takes=3)
+@pytest.mark.daily("14", takes=3)
 @pytest.mark.parametrize("length", [30, *range(4, 25)])
 def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) -> None:
     """As plain generation carries its own on, which after some lengths is another text than without a pause."""

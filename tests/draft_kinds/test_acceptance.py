@@ -79,7 +79,7 @@ def shares(pair: tuple[Path, Path], **said: Any) -> list[float]:
     return list(assistant.agreement)
 
 
-@pytest.mark.takes(6)
+@pytest.mark.daily("feedback", "ids one too low", takes=6)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_right_reading_agrees_best(pair: tuple[Path, Path], wrong: str) -> None:
     right, other = shares(pair), shares(pair, **WRONG[wrong])

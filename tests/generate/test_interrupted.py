@@ -123,7 +123,7 @@ def interrupted(family: str, source: str, how: str, at: int) -> tuple[list[int],
 @pytest.mark.daily(
     "llama-chain-criterion-1", "llama-chain-processor in order-1", "llama-tree-processor-1", "llama-lookup-end-1",
     "llama-captured chain-put-1", "llama-captured tree-criterion-1", "llama-captured tree-processor in order-1",
-    "llama-captured threshold-processor-1", "llama-captured throughput-end-1", "llama-captured passes-put-1",
+    "llama-captured threshold-processor-1", "llama-captured passes-put-1",
     "llama-captured passes of trees-criterion-1", "llama-captured passes of trees-processor in order-1",
     "gemma2-chain-processor-1", "gemma2-tree-end-1", "gemma2-lookup-put-1", "gemma2-captured chain-criterion-1",
     "gemma2-captured chain-processor in order-1", "gemma2-captured tree-processor-1",

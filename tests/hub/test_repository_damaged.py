@@ -118,8 +118,7 @@ def test_an_independent_draft(sound: dict[str, Sound], tmp_path: Path, changes: 
 
 
 @pytest.mark.daily(
-    "early exit-fast", "trained layer-fast", "EAGLE-3, two layers-fast", "DFlash of transformers-fast",
-    "MTP of Qwen-fast", takes=3,
+    "early exit-fast", "EAGLE-3, two layers-fast", "DFlash of transformers-fast", takes=3,
 )  # fmt: skip
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.parametrize("kind", MAKERS)

@@ -200,7 +200,7 @@ OF_TRANSFORMERS = [
 ]
 
 
-@pytest.mark.daily("*-chain", "*-tree", "*-static tree")
+@pytest.mark.daily("*-chain", "*-static tree")
 @pytest.mark.parametrize("way", [*WAYS, *CAPTURED])
 @pytest.mark.parametrize("name", [*IN_ORDER, *WITHOUT_STATE])
 def test_questions_of_transformers_own(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

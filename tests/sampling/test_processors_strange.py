@@ -91,7 +91,7 @@ def adjusted(target: Any, way: str, name: str) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-@pytest.mark.takes(3)
+@pytest.mark.daily("n-grams", "suppressed", takes=3)
 @pytest.mark.parametrize("name", ADJUSTED)
 def test_a_criterion_that_changes_a_processor(name: str) -> None:
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))

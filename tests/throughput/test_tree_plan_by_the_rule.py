@@ -28,8 +28,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 100, "do_sample": False, "pad_token
 
 
 @pytest.mark.daily(
-    "costs0-mixed-greedy", "costs0-unsure-greedy", "costs1-sharp-greedy", "costs2-mixed-greedy",
-    "costs2-unsure-greedy", "costs3-sharp-greedy", takes=5,
+    "costs0-unsure-greedy", "costs1-sharp-greedy", "costs2-mixed-greedy", takes=5,
 )  # fmt: skip
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["mixed", "sharp", "unsure"])
@@ -49,7 +48,7 @@ def test_trees_by_the_rule_are_never_behind_chains(costs: Costs, kind: str, gree
 # In generations. ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(3)
+@pytest.mark.daily("False-True", "True-False", takes=3)
 @pytest.mark.parametrize("lookup", [False, True])
 @pytest.mark.parametrize("steep", [False, True])
 def test_siblings_come_once_they_promise_to_save_what_trying_the_models_takes(steep: bool, lookup: bool) -> None:
