@@ -106,7 +106,8 @@ test: install  ## Run the fast tests
 	@$(PYTEST) $(BIN)/pytest -n 2 $(ARGS)
 
 test-apart: install  ## Run the tests that start interpreters of their own, compile or run examples
-	@$(PYTEST) $(BIN)/pytest -m "apart and not slow" $(ARGS)
+	@$(PYTEST) $(BIN)/pytest -m "apart and not slow" $(ARGS) \
+		$$(grep -rl --include='test_*.py' "pytest.mark.apart" tests)
 
 test-slow: install  ## Run every test, the slow ones too
 	@$(PYTEST) $(BIN)/pytest -n 2 -m "slow or not slow" $(ARGS)
