@@ -107,7 +107,7 @@ test: install  ## Run the fast tests
 
 test-apart: install  ## Run the tests that start interpreters of their own, compile or run examples
 	@$(PYTEST) $(BIN)/pytest -m "apart and not slow" $(ARGS) \
-		$$(grep -rl --include='test_*.py' "pytest.mark.apart" tests)
+		$$(grep -rl --include='test_*.py' "pytest.mark.apart" tests | sort)
 
 test-slow: install  ## Run every test, the slow ones too
 	@$(PYTEST) $(BIN)/pytest -n 2 -m "slow or not slow" $(ARGS)

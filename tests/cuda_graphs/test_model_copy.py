@@ -201,6 +201,7 @@ def test_compiled_pieces_say_what_they_said(
     monkeypatch.setattr(torch, "compile", compiled)
     copies._compiled.cache_clear()
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of other tests
     target = quiet_later_layers(tiny(family))
     assistant = assistant_of("independent", target, **CHAIN, compile=True)
     for turn in range(2):
