@@ -24,7 +24,7 @@ from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.serving import AS_DSPARK, AS_EAGLE3, AS_MODEL, Destination, commands_for
@@ -145,22 +145,14 @@ def test_an_early_exit(served: Served) -> None:
 
 
 def test_an_eagle3_layer(served: Served) -> None:
-    learned_drafts.eagle3(served.target, served.text, served.folder / "reads-states")
-    exported = export(served.folder / "reads-states", served.folder / "eagle3", served.source, "llama.cpp")
+    repo, fixed = served.folder / "reads-states", SpeculationConfig(rule="fixed", num_tokens=3)
+    learned_drafts.eagle3(served.target, served.text, repo)
+    exported = export(repo, served.folder / "eagle3", served.source, "llama.cpp")
     count, accepted = drafted(served, exported.commands["llama.cpp"])
-    here = accepted_here(served, served.folder / "reads-states")
+    assistant = SpecDecPPAssistant.from_pretrained(repo, target=served.target, speculation=fixed)
+    here = learned_drafts.accepted_share(served.target, assistant, [served.prompt], LENGTH)
     assert here > LEAST
     assert accepted / count == pytest.approx(here, abs=TOLERANCE)
-
-
-def accepted_here(served: Served, folder: Path) -> float:
-    """The share of candidates that `generate()` accepts with the assistant in `folder`."""
-    fixed = SpeculationConfig(rule="fixed", num_tokens=3)
-    assistant = SpecDecPPAssistant.from_pretrained(folder, target=served.target, speculation=fixed)
-    assistant.decisions = Decisions(draft_successors=False, int8_draft=False)
-    prompt = torch.tensor([served.prompt])
-    served.target.generate(prompt, assistant_model=assistant, do_sample=False, max_new_tokens=LENGTH)
-    return assistant.stats.accepted / assistant.stats.drafted
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from support.targets.models import prompt, quiet_later_layers, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import models
@@ -160,14 +160,7 @@ def loaded(folder: Path, vllm: Served) -> SpecDecPPAssistant:
 
 
 def accepted_here(vllm: Served, assistant: SpecDecPPAssistant) -> float:
-    """The share of candidates that `generate()` accepts in greedy answers to the prompts, with the very same draft."""
-    assistant.decisions = Decisions(draft_successors=False, int8_draft=False)
-    drafted = accepted = 0
-    for each in vllm.prompts:
-        vllm.target.generate(torch.tensor([each]), assistant_model=assistant, do_sample=False, max_new_tokens=LENGTH)
-        stats = assistant.stats
-        drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
-    return accepted / drafted
+    return learned_drafts.accepted_share(vllm.target, assistant, vllm.prompts, LENGTH)
 
 
 def accepted_there(vllm: Served, command: str, name: str) -> float:

@@ -339,7 +339,7 @@ class CapturedDraft:
 
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
     """Prefixes `[texts, m, length + n]` of m nodes, for processors: `text` `[texts, length]`, then the `candidates`
-    `[texts, n]`, where those that a node has not `seen` `[texts, m, n]` are replaced by the last token of `text`."""
+    `[texts, n]`, of which each that a node has not `seen` `[texts, m, n]` is replaced by the last token of `text`."""
     count = seen.shape[1]
     path = torch.where(seen, candidates[:, None], text[:, -1:, None])
     return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

@@ -197,7 +197,7 @@ class FixedCache(Cache):
 
     def read(self, cache: Cache, num_tokens: int) -> None:
         """Copy all `num_tokens` tokens of a growing cache, which may have fewer texts, into this one; in layers with a
-        window only those that the growing cache still holds."""
+        window only the tokens that the growing cache still holds."""
         self.length.fill_(num_tokens)
         theirs: list[Any] = cache.layers
         for ours, layer in zip(self.layers, theirs, strict=True):

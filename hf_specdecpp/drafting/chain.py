@@ -247,7 +247,7 @@ class StoppingRule:
 
 def should_continue(rules: Sequence[StoppingRule], rows: int) -> bool:
     """Whether the unfinished rows of a batch, which have these `rules`, should all draft another candidate. The target
-    then reads one more token in every one of the `rows` rows, also in those that have stopped.
+    then reads one more token per row of the batch (`rows`), although some rows have stopped.
 
     Example: two of four rows are unfinished, and a candidate is worth 3 and 1.7 times its cost. 4.7 > 4: draft.
     """

@@ -53,7 +53,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     Args:
         setup: the draft, head and settings.
         generation_config: the target's, as prepared by `generate()`.
-        logits_processor: the target's; those that may be called for candidates also process the draft's logits.
+        logits_processor: the target's. Processors that may be called for candidates process the draft's logits, too.
         attention_mask: `[1, length]` of the prompt, or `None`. The draft does not read masked tokens.
         target: the model that verifies.
 

@@ -55,8 +55,8 @@ def is_usual(states: Tensor) -> Tensor:
 def observed(
     target: CausalLM, reads: StateReader, texts: Iterable[Tensor], last: LastLayer | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Run the target over sequences `[1, n]`, and yield for each with at least three tokens: the tokens `[n]`, and in
-    float32 the states `[n, width]` that `reads` names, and those that `last` records `[n, size]` (size 0 if `None`)."""
+    """Run the target over sequences `[1, n]`. Yields for each sequence of at least three tokens its tokens `[n]`, the
+    states `[n, width]` for `reads`, and the states `[n, size]` that `last` records (size 0 without `last`); float32."""
     reader, seen = DraftModel(target, shares_target=True), list[Tensor]()
     with ExitStack() as hooks:
         if last is not None:

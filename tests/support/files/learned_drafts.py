@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import usual_reads
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter
 from hf_specdecpp.draft_kinds.known import DFLASH
@@ -37,6 +38,19 @@ def learn(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], steps:
             value.backward()
             optimizer.step()
     return float(value.detach())
+
+
+def accepted_share(
+    target: CausalLM, assistant: SpecDecPPAssistant, prompts: Iterable[Sequence[int]], length: int
+) -> float:
+    """The share of candidates that `generate()` accepts in greedy answers of `length` tokens, with exactly the draft
+    that another engine serves."""
+    assistant.decisions = Decisions(draft_successors=False, int8_draft=False)
+    drafted = accepted = 0
+    for prompt in prompts:
+        target.generate(torch.tensor([prompt]), assistant_model=assistant, do_sample=False, max_new_tokens=length)
+        drafted, accepted = drafted + assistant.stats.drafted, accepted + assistant.stats.accepted
+    return accepted / drafted
 
 
 def eagle3(target: CausalLM, text: Tensor, folder: Path) -> float:
