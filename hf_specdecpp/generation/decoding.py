@@ -111,6 +111,7 @@ class TargetSide(RoundTarget):
     states that drafts read, times passes, and builds the output of `generate()`."""
 
     foreign: ForeignPasses | None = None  # hooks and patches in the target's passes, if any
+    carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
     timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
     def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:

@@ -18,7 +18,7 @@ from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, R
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied
+from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied, windows_of
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
@@ -182,6 +182,8 @@ def _why_not(side: TargetSide) -> str | None:
         return "autocast is on"
     if (reason := why_not_in_place(target) or why_not_copied(cache := cache_among(model_kwargs))) is not None:
         return reason
+    if side.carries_cache and any(map(isfinite, windows_of(target.config.get_text_config(decoder=True)) or ())):
+        return "the returned cache of a batch needs tokens that have left a layer's window"
     if side.foreign is not None:
         return f"the target runs {side.foreign.name}, which a graph would not call"
     if modes := active_modes():
