@@ -154,7 +154,7 @@ class FastestShapes:
         return float(tokens) * gain / self.seconds.of(shape)
 
     def _rate_of_lookups(self, lookups: Sequence[LookingUp], shape: RoundShape) -> float:
-        """Expected tokens per second of a sequence, if all sequences look up as many candidates as `shape` has at most."""
+        """Expected tokens per second of a sequence, if all sequences look up as many candidates as `shape` has."""
         tokens = sum(sum(accumulate(each.estimates[: shape.given], mul, initial=1.0)) for each in lookups)
         return tokens / len(lookups) / self.seconds.of(shape)
 
