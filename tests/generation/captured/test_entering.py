@@ -434,3 +434,21 @@ def test_the_returned_cache_of_a_batch_whose_rows_end_apart(family: str, graphs:
                 shown = shown[:, -ours.keys.shape[2] :].bool()  # what hidden tokens left is arbitrary
                 for found, expected in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
                     torch.testing.assert_close(found.transpose(1, 2)[shown], expected.transpose(1, 2)[shown])
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+def test_mixtures_of_experts(experts: str) -> None:
+    """The default of transformers, `grouped_mm`, asks the device for nothing; the loop over experts does."""
+    config = transformers.MixtralConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts).eval()
+    assistant = assistant_of("early_exit", target, **CHAIN)
+    assert torch.equal(generate(target, assistant), generate(target, None))
+    assert assistant.stats.accepted > 0
+    if experts == "eager":
+        assert "waits for the device" in str(assistant.stats.uncaptured)
+    else:
+        assert assistant.stats.decided["rounds"] == "captured"
