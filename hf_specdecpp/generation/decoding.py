@@ -69,8 +69,8 @@ class RoundTarget(ABC):
         raise failure
 
     def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - does nothing without graphs
-        """Called after the last round, or when `texts` continue without graphs: copies the keys and values of captured
-        passes to the target's own cache."""
+        """Called after the last round, or when `texts` continue without graphs: releases the captured passes. Keys and
+        values of a single sequence, in a batch those of `texts`, are copied to the target's own cache."""
 
 
 class Drafts:
