@@ -60,7 +60,8 @@ def register_later() -> None:
 
 
 def register() -> Any:
-    """Register with all Auto classes, and return `SpecDecPPConfig`. Further calls have no effect."""
+    """Register with `AutoConfig`, `AutoModelForCausalLM` and `AutoTokenizer`, and return `SpecDecPPConfig`. Further
+    calls have no effect."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

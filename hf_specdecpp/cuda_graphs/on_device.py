@@ -73,7 +73,8 @@ def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False
 
     The value of a slot does not depend on the slot's own token, and slots whose values do depend on this token have no
     larger values. So the choice of a slot does not depend on its token (invariant of DySpec, section 4.1). For a greedy
-    target, where nothing is drawn, the acceptance of the slot's own token counts too. Arguments as in `slot_values`.
+    target, where nothing is drawn, the acceptance of the slot's own token counts too. As in `slot_values`, `values` are
+    the nodes' survival, and `chances` the acceptance of their c children.
 
     Example: with the values 0.9, 0.18, 0.1 and 0.07 of `slot_values` and width 3, returns 0, 1 and 2."""
     slots = slot_values(values, chances)

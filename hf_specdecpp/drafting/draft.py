@@ -202,7 +202,7 @@ class Draft:
 
 
 class StateDraft(Draft):
-    """A draft on the target's device that reads the target's states and is no causal LM by itself."""
+    """A draft on the target's device that reads the target's states and cannot be run by a single `Drafter`."""
 
     model: Any
     draft_vocab = None  # all tokens

@@ -45,7 +45,8 @@ NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() on
 
 
 class LateRefusalError(ValueError):
-    """A call is not supported, but this was found only after the prompt's pass. No token was emitted."""
+    """A call is not supported, but this was found only after the prompt's pass, before any token was emitted. Calls
+    that use a default assistant are then plain; a call with `assistant_model=` raises this error."""
 
 
 class PlainCallError(ValueError):
@@ -93,8 +94,8 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bool]:
-    """The reason, for a message, why a call without an assistant uses transformers' own speculation; and whether the
-    setting for this is in the model's generation config, so that the user may not know of it."""
+    """For a call that uses transformers' own speculation: the reason, for a message, why the default assistant is not
+    used; and whether the setting is in the model's generation config, so that the user may not know of it."""
     name = next(name for name in OWN_SPECULATION if getattr(config, name, None))
     value = getattr(config, name)
     is_model_s = getattr(target.generation_config, name, None) == value
@@ -177,10 +178,11 @@ def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | 
 
 
 def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:
-    """Raise `LateRefusalError` if padding makes the prompts' `logits` NaN, as in eager attention with sliding windows.
+    """Called after the prompt's pass: raise `LateRefusalError` if padding makes the prompts' `logits` NaN, as in eager
+    attention with sliding windows.
 
-    Plain generation may recover when the padding has left the windows. Here a cache that can be rolled back keeps more
-    rows, and 0 times NaN is NaN. `mask`: `[rows, length]` or `None`.
+    Plain generation emits wrong tokens then, until the padding has left the windows. Here a cache that can be rolled
+    back keeps more rows, and 0 times NaN is NaN. `mask`: `[rows, length]` or `None`.
     """
     if mask is None or bool(mask.all()):
         return

@@ -107,7 +107,8 @@ Matches = dict[int, int]
 
 
 class TokenIndex:
-    """Tokens in order, with the earlier places of each token and of each pair.
+    """Tokens in order, with the earlier places of each token and of each pair, which `matches` compares with the end of
+    this or of another sequence.
 
     Example: in 5 6 7 8 5 6 7 the last token matches place 2, by three tokens; the token after that place is 8.
     """

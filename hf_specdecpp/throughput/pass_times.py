@@ -32,11 +32,11 @@ class Pass(NamedTuple):
 
 
 class PassTimes:
-    """Seconds of a target's passes over few tokens.
+    """Seconds of a target's pass over one token, in a batch over one token of each row.
 
     On a CPU with large layers they are computed from the passes of rounds: matrix multiplications of the layers were
     measured once (`FasterProducts.seconds`), which gives the difference of two widths, and of two kinds of
-    multiplication. Elsewhere a separate pass over one token is timed, twice and then every 128 rounds.
+    multiplication. Elsewhere a separate pass is timed, twice and then every 128 rounds.
 
     Example: passes over 4 tokens took 120 ms, of which large layers take 80 ms with copies of their weights. For one
     token the layers take 70 ms with copies and 95 ms with PyTorch's own multiplications. So a pass over one token takes

@@ -299,7 +299,7 @@ class TrainingConfig(Section):
         self._check_draft()
 
     def _check_draft(self) -> None:
-        """Raise `ValueError` for settings that this kind of draft does not support."""
+        """Raise `ValueError` if this kind of draft cannot be trained, or not with these settings of stages."""
         distill, cannot = self.distill, self.kind.cannot
         if self.kind.untrainable:
             raise ValueError(f"draft={self.draft!r}: {self.kind.untrainable}.")

@@ -132,7 +132,7 @@ def _unused_layers(cache: Cache) -> list[Any] | None:
 
 
 def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None, input_ids: Tensor) -> Any:
-    """Generate. On `LateRefusalError` a cache that was empty is emptied again, for the plain call that follows."""
+    """Generate. On `LateRefusalError` a cache that was empty is emptied again, for a plain call."""
     try:
         return decode(input_ids)
     except LateRefusalError:
@@ -145,7 +145,7 @@ def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: Dyna
     """Generate, and copy the growing cache to the user's static one, also on errors other than `LateRefusalError`."""
     try:
         found = run(input_ids)
-    except LateRefusalError:  # a plain call with the static cache follows
+    except LateRefusalError:  # a plain call with the static cache may follow
         raise
     except BaseException:
         with suppress(IndexError):

@@ -228,7 +228,8 @@ class ProductTimes:
         return cls(own, copied, least, most)
 
     def seconds(self, rows: int, with_copy: bool) -> float:
-        """Seconds per element for `rows` rows, along straight lines through the measured times."""
+        """Seconds per element for `rows` rows, along straight lines through the measured times. `with_copy`: whether
+        there is a copy, which is used for `least` to `most` rows."""
         times = self.copied if with_copy and self.least <= rows <= self.most else self.own
         points = list(zip(ROWS, times, strict=True))
         (x, a), (y, b) = next((pair for pair in pairwise(points) if rows <= pair[1][0]), points[-2:])
