@@ -95,13 +95,9 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls,
-        repo_or_folder: str | Path,
-        target: CausalLM | None = None,
-        speculation: SpeculationConfig | None = None,
-        default: bool = False,
-        **loading: Unpack[LoadingOptions],
-    ) -> Self:
+        cls, repo_or_folder: str | Path, target: CausalLM | None = None, speculation: SpeculationConfig | None = None,
+        default: bool = False, **loading: Unpack[LoadingOptions],
+    ) -> Self:  # fmt: skip
         """Load draft, adapter, head and settings from a Hub repository or a folder.
 
         Args:
@@ -187,13 +183,9 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_conditioned(
-        cls,
-        target: CausalLM,
-        layers: int | Sequence[int],
-        reads: Sequence[int] = (),
-        fusion: Fusion | None = None,
+        cls, target: CausalLM, layers: int | Sequence[int], reads: Sequence[int] = (), fusion: Fusion | None = None,
         **options: Unpack[Options],
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Draft with some of the target's own layers, which also read its hidden states, and attach to the target.
         `ValueError` if the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
 
@@ -278,18 +270,11 @@ class SpecDecPPAssistant(AssistantModel):
         publishing.save(self.contents(calibration), Path(folder))
 
     def push_to_hub(  # type: ignore[override]
-        self,
-        repo_id: str,
-        calibration: bool = False,
-        *,
-        card: str | None = None,
-        commit_message: str | None = "Upload SpecDec++ assistant",
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
+        self, repo_id: str, calibration: bool = False, *, card: str | None = None,
+        commit_message: str | None = "Upload SpecDec++ assistant", commit_description: str | None = None,
+        private: bool | None = None, token: bool | str | None = None, revision: str | None = None,
         create_pr: bool = False,
-    ) -> CommitInfo:
+    ) -> CommitInfo:  # fmt: skip
         """Upload the files of `save_pretrained`; further arguments are those of transformers' `push_to_hub`.
 
         Args:
@@ -300,16 +285,9 @@ class SpecDecPPAssistant(AssistantModel):
             huggingface_hub errors: not changed.
         """
         return publishing.push(
-            self.contents(calibration),
-            repo_id,
-            card,
-            private,
-            token,
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message,
-            commit_description=commit_description,
-        )
+            self.contents(calibration), repo_id, card, private, token, revision=revision, create_pr=create_pr,
+            commit_message=commit_message, commit_description=commit_description,
+        )  # fmt: skip
 
 
 def _config_of(draft: CausalLM, kind: DraftKind, **fields: Any) -> SpecDecPPConfig:
