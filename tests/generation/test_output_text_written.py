@@ -135,3 +135,14 @@ def test_captured_rounds(name: str, kind: str, pretended: Counter[str]) -> None:
         )  # fmt: skip
         assert ours.tolist() == plain
         assert pretended["replayed"] > before
+
+
+def test_captured_rounds_of_batches(pretended: Counter[str]) -> None:
+    target, ids = tiny("llama"), torch.cat((prompt(9), prompt(9, seed=4)))
+    assistant = configured(SpecDecPPAssistant.from_early_exit(target, 2), **SETTINGS["chains"])
+    criterion = Replaces()
+    criterion.reads_prefix_only = True
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    plain = target.generate(ids.clone(), stopping_criteria=[criterion], **given)
+    assert torch.equal(target.generate(ids, assistant_model=assistant, stopping_criteria=[criterion], **given), plain)
+    assert pretended["replayed"] > 0
