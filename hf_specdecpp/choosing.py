@@ -61,9 +61,11 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
             `None`: all assistants of the model are detached.
         default: whether calls without `assistant_model=` use the assistant.
         options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, which override those of a
-            repository; for a draft given by name, and for the repository `source` of `"mtp"`, `DownloadOptions`, such
-            as `revision`; for a model, also by name, `Options`, such as `adapter`; for other repositories and folders
-            `LoadingOptions`, such as `draft`, a copy of the model that the repository names.
+            repository. Under `rule="throughput"`, rounds in which a lookup is likely to be faster look up instead of
+            drafting (`lookup=True`), unless every round drafts a tree. For a draft given by name, and for the
+            repository `source` of `"mtp"`, `DownloadOptions`, such as `revision`; for a model, also by name, `Options`,
+            such as `adapter`; for other repositories and folders `LoadingOptions`, such as `draft`, a copy of the model
+            that the repository names.
 
     Returns:
         The assistant, whose `stats` describe the latest `generate()`; `None` for `draft=None`.
@@ -86,8 +88,10 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
     settings = {name: options.pop(name) for name in SETTINGS & options.keys()}
     check_values({"default": default, **options}, MAKING, error=TypeError)
     assistant = _made(model, draft, options)
-    if settings:
-        assistant.speculation = replace(assistant.speculation, **settings)
+    speculation = replace(assistant.speculation, **settings)
+    if draft is not assistant and speculation.rule == "throughput" and not speculation.draws_trees:
+        speculation = replace(speculation, **{"lookup": speculation.lookup or True} | settings)
+    assistant.speculation = speculation
     if not attached.is_attached(assistant, model):
         assistant.attach(model)
     attached.set_default(assistant, model, default)

@@ -252,6 +252,19 @@ def test_settings_replace_those_of_a_draft(target: CausalLM, tmp_path: Path) -> 
     assert (again.speculation.rule, again.speculation.num_tokens) == ("fixed", 2)
 
 
+def test_lookups_are_added_to_drafts_where_the_rule_can_choose(target: CausalLM, tmp_path: Path) -> None:
+    draft = partly_agreeing(target)
+    assert assist(target, draft).speculation.lookup is True
+    for options in ({"lookup": False}, {"rule": "fixed"}, {"rule": "threshold"}, {"tree": "dyspec"}):
+        assert assist(target, draft, **options).speculation.lookup is False
+    made = SpecDecPPAssistant.from_draft(draft, target)
+    assert assist(target, made).speculation.lookup is False, "its settings are the user's"
+    stored = SpecDecPPAssistant.from_early_exit(target, 1)
+    stored.speculation.lookup = "history"
+    stored.save_pretrained(tmp_path)
+    assert assist(target, tmp_path).speculation.lookup == "history"
+
+
 def named(what: str, folder: Path) -> tuple[CausalLM, Any]:
     """A target, and what is named as its draft."""
     if what in ("mtp", "auto"):

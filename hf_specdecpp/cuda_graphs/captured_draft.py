@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
@@ -27,14 +27,16 @@ READ_AT_ONCE = 2048  # tokens of a prompt per pass: the mask is quadratic
 
 
 class RoundShape(NamedTuple):
-    """Shape of a round's candidates: `levels` of `width` nodes each. Width 1: a chain; 0 levels: no candidates."""
+    """Shape of a round's candidates: `levels` of `width` nodes each, 1 in chains, or 0 levels and a chain of at most
+    `given` candidates that the host has looked up. Without both the round has no candidates."""
 
     levels: int
     width: int = 1
+    given: int = 0
 
     @property
     def nodes(self) -> int:
-        return self.levels * self.width
+        return self.levels * self.width + self.given
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class CapturedDraft:
     def __init__(
         self, steps: RoundSteps, shapes: Sequence[RoundShape], rows: int, spare: int, target: FixedContext, greedy: bool
     ) -> None:
-        self.steps, self.device, self.target = steps, steps.device, target
+        self.steps, self.device, self.target = steps, target.device, target
         self.nodes = max(each.nodes for each in shapes)
         self.width = max(each.levels for each in shapes) + 1 + steps.again + spare
         self.most_rows = self.width + max(self.nodes, steps.behind)
@@ -142,6 +144,8 @@ class CapturedDraft:
         with lasting():
             self.tokens, self.last, self.count = zeros((rows, self.width)), zeros(rows), zeros(rows)
             self.candidates, self.parents = zeros((rows, self.nodes)), zeros((rows, self.nodes))
+            self.given = zeros((rows, 1 + max(each.given for each in shapes)))  # numbers of looked-up candidates, these
+            self.host_given = pinned_copy(self.given)
             self.ancestors = torch.ones((rows, size, size), dtype=torch.bool, device=self.device)
             self.alive = torch.ones_like(self.last)
             self.estimates = zeros((rows, self.nodes), dtype=torch.float64)
@@ -208,7 +212,21 @@ class CapturedDraft:
             self._shift = shift
             self.shift.copy_(torch.tensor([0.0] * len(self.shift) if shift is None else shift, dtype=torch.float32))
 
+    def give(self, chains: Mapping[int, Sequence[int]]) -> None:
+        """Upload the candidates of a round with `RoundShape.given`: a chain for each active sequence, by its index."""
+        self.host_given.zero_()
+        for place, tokens in chains.items():
+            self.host_given[place, : 1 + len(tokens)] = torch.tensor([len(tokens), *tokens])
+        self.given.copy_(self.host_given, non_blocking=True)
+
     # The captured functions ------------------------------------------------------------------------------------------
+
+    def take_given(self, most: int) -> None:
+        """Let the candidates of `give`, at most `most` of each sequence, be those of the round. Their q is 1."""
+        self.count.copy_(self.given[:, 0])
+        self.candidates[:, :most] = self.given[:, 1 : 1 + most]
+        if self.q is not None:
+            self.q[:, :most].zero_().scatter_(2, self.candidates[:, :most, None], 1.0)
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         """Draw all levels, and count the candidates up to the stop of the rule. `text`: `[texts, n]`, prefixes, if a
@@ -335,6 +353,12 @@ class CapturedDraft:
             self.states.copy_(known.gather(1, places[..., None].expand(-1, -1, known.shape[2])))
         self.context.cache.length.add_(read)
         last.addcmul_(accepted + 1, self.alive).sub_(read)
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy on the host, to and from which a CUDA device copies without waiting."""
+    copied = torch.zeros_like(tensor, device="cpu")
+    return copied.pin_memory() if tensor.device.type == "cuda" else copied
 
 
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:

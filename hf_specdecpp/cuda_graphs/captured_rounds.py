@@ -17,7 +17,14 @@ from torch.nn import functional
 
 from hf_specdecpp.caches.masks import Nodes, kept_chain_nodes, span
 from hf_specdecpp.cuda_graphs import on_device
-from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape, depths_of, with_paths
+from hf_specdecpp.cuda_graphs.captured_draft import (
+    CapturedDraft,
+    RoundRules,
+    RoundShape,
+    depths_of,
+    pinned_copy,
+    with_paths,
+)
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.fixed_cache import with_rows
 from hf_specdecpp.cuda_graphs.graphs import MOST_GRAPHS, Graphs, lasting, restoring, write_lasting
@@ -69,9 +76,7 @@ class CapturedRounds:
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
             # Number accepted, next token, last accepted node, number submitted; candidates, parents, bits of estimates.
             self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.long, device=passes.device)
-            self.host_report = torch.zeros_like(self.report, device="cpu")
-            if passes.device.type == "cuda":
-                self.host_report = self.host_report.pin_memory()
+            self.host_report = pinned_copy(self.report)
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # of `_pass`, if the verification is another graph
         self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
         self._warper_numbers: list[Tensor] = []  # `Warpers.numbers`, at fixed addresses
@@ -202,10 +207,13 @@ class CapturedRounds:
     # The captured functions ------------------------------------------------------------------------------------------
 
     def _pass(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> list[Tensor]:
-        """Draft, and run the target's pass: logits `[texts, nodes + 1, vocab]`, then the watched states."""
+        """Draft, or take looked-up candidates, and run the target's pass: logits `[texts, nodes + 1, vocab]`, then the
+        watched states."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
-        if nodes:
+        if shape.levels:
             draft.propose(shape, rules, text)
+        elif shape.given:
+            draft.take_given(shape.given)
         tokens = torch.cat((self.token, draft.candidates[:, :nodes]), dim=1)
         logits, *states = passes.forward(passes.context.cache, tokens, self._nodes(shape))
         return [logits.float(), *states]
@@ -247,13 +255,13 @@ class CapturedRounds:
         length = passes.context.cache.length
         if text is not None:
             text.scatter_(1, length[:, None] + 1 + places, new)
-        draft.settle(verified.accepted, new, together, drafted=nodes > 0)
+        draft.settle(verified.accepted, new, together, drafted=shape.levels > 0 or not draft.steps.most)
         self.token.copy_(token)
         length.addcmul_(verified.accepted + 1, draft.alive)
 
     def _accept(self, scores: Tensor, shape: RoundShape, rules: RoundRules) -> Accepted:
         """Verify by the target's processed scores `[texts, nodes + 1, vocab]`."""
-        draft, (levels, width), nodes, seen = self.draft, shape, shape.nodes, self._nodes(shape).seen
+        draft, (levels, width, _), nodes, seen = self.draft, shape, shape.nodes, self._nodes(shape).seen
         candidates, parents = draft.candidates[:, :nodes], draft.parents[:, :nodes]
         if draft.q is None:
             choices = scores.argmax(-1)
@@ -282,7 +290,7 @@ class CapturedRounds:
         """The submitted candidates in a sequence's row of the report."""
         nodes, count = self.draft.nodes, min(row[HEADER - 1], shape.nodes)
         candidates, parents, estimates = (row[HEADER + part * nodes :][:count] for part in range(3))
-        none = [NO_SCORES] * count  # they stay on the device and are not needed
+        none = [NO_SCORES] * count * (not shape.given)  # they stay on the device and are not needed
         tree = Chain(candidates, none) if shape.width == 1 else DraftTree.of(parents, candidates, estimates)
         tree.passes = shape.levels
         return tree
@@ -293,7 +301,7 @@ class CapturedRounds:
         if token < 0:
             raise NothingToDrawError
         path = list(range(1, accepted + 1)) if shape.width == 1 else tree.nodes_to(last)
-        judged = self.rules.num_judged(len(tree)) if shape.width == 1 else 0
+        judged = self.rules.num_judged(len(tree)) if shape.width == 1 and shape.levels else 0
         return RoundReport(tree, path, token, row[HEADER + 2 * self.draft.nodes :][:judged])
 
 

@@ -226,6 +226,6 @@ def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
 
 
 def _close(passes: Any) -> None:
-    """Free the memory of a deleted target's passes, which are part of a reference cycle with their graphs."""
+    """Free a deleted target's passes, given a weak reference: they are in a reference cycle with their graphs."""
     if (left := passes()) is not None:
         left.close()

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds import pard
 from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts, pinned, raw_config
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
@@ -122,11 +124,31 @@ class Lookup(DraftKind):
         return NoDraft()
 
 
+class NoSteps(RoundSteps):
+    """The steps of `NoDraft` in captured rounds: none."""
+
+    most, num_layers = 0, 0
+
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
+        raise NotImplementedError
+
+    def read(self, cache: FixedCache, window: Window) -> None:
+        pass
+
+
 class NoDraft(Draft):
     """A draft that proposes no candidates."""
 
     model = None
     places = 0
+    steps_class = NoSteps
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def capture_steps(self, wanted: bool, fuse: bool) -> None:
+        if self.captured is None:  # else `give_up` has refused
+            self.captured = [], self
 
     def session(self, vocab_size: int) -> NoSession:
         return NoSession()

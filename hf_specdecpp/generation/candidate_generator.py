@@ -66,6 +66,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         lookup: finds candidates in earlier text, if enabled.
         times: seconds of the rounds, if costs follow measured rounds; else `None`.
         is_paused: whether the draft reads and proposes nothing, because that is faster or the draft's cache is lost.
+        emitted: tokens that the lookups of captured rounds have not read.
         corrections: the target's latest choices, if the draft's logits are mixed with them; else `None`.
     """
 
@@ -203,14 +204,25 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Called before captured rounds, of which only `stats` and `rule="threshold"` learn. Returns unmasked tokens
+        """Called before captured rounds, of which `stats`, lookups and the threshold learn. Returns unmasked tokens
         `[1, n]`: all, and `None`; or the last n, and the target's states `[1, n, size]` at the token before each."""
         self.observers = [self.stats, *([rule] if isinstance(rule := self.method.rule, Threshold) else [])]
         tokens, states = self._new_tokens(input_ids, states)
+        if self.lookup is not None:
+            self.observers.append(self.lookup)
+            self.lookup.choice = None  # the shape of a round is chosen by measured rounds
+            self.emitted = tokens[0].tolist()
         if states is None:
             return tokens, None
         known = min(states.shape[1], tokens.shape[1])  # fewer than the tokens if a cache is reused
         return tokens[:, -known:], states[:, -known:]
+
+    def look_up(self, length: int) -> LookingUp | None:
+        """Called before a captured round of a sequence of `length` tokens, with those that are new in `emitted`.
+        Returns the lookups, or `None`."""
+        if self.lookup is not None:
+            self._look_up(self.emitted, length, MOST_CANDIDATES, 0)
+        return self.lookup
 
     def learned_rates(self, trees: bool = False) -> AcceptanceRates:
         """The acceptance learned for this target and way of sampling, for chains or trees."""
@@ -222,7 +234,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             rule.estimates = estimates
 
     def restart_draft(self) -> None:
-        """Called if captured rounds have failed: the draft reads the sequence from its start again."""
+        """Called if captured rounds have failed: draft and lookups read the sequence from its start again."""
+        self.lookup = looking_up(self.setup, self._target, self._generation_config, self.plan)
         self._shown, self.observers = 0, self._observers()
 
     def _described(self, products: FasterProducts) -> str:
@@ -247,14 +260,17 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
-        left = max(self._longest - input_ids.shape[1], 0)
-        room = int(min(MOST_CANDIDATES, left))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
+        room = int(min(MOST_CANDIDATES, max(self._longest - input_ids.shape[1], 0)))
         if self.lookup is not None:
             unread = session.unread if self.setup.rows == 1 else 0  # rows of a batch share draft passes
-            self.lookup.look_up(new_tokens[0].tolist(), min(room, most), left, unread)
+            self._look_up(new_tokens[0].tolist(), input_ids.shape[1], most, unread)
         longest = self.method.longest(room, most)
         return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
+
+    def _look_up(self, new_tokens: list[int], length: int, most: int, unread: int) -> None:
+        left = max(self._longest - length, 0)
+        cast(LookingUp, self.lookup).look_up(new_tokens, int(min(MOST_CANDIDATES, left, most)), left, unread)
 
     def _new_tokens(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens `[1, n]` not yet passed to the draft, and the target's states `[1, m, size]`; masked ones removed."""

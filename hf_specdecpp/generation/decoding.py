@@ -69,8 +69,8 @@ class RoundTarget(ABC):
         raise failure
 
     def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - does nothing without graphs
-        """Called after the last round, or when `texts` continue without graphs: copies the keys and values of captured
-        passes to the target's own cache."""
+        """Called after the last round, or when `texts` continue without graphs: releases the captured passes. Keys and
+        values of a single sequence, in a batch those of `texts`, are copied to the target's own cache."""
 
 
 class Drafts:
@@ -111,6 +111,7 @@ class TargetSide(RoundTarget):
     states that drafts read, times passes, and builds the output of `generate()`."""
 
     foreign: ForeignPasses | None = None  # hooks and patches in the target's passes, if any
+    carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
     timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
     def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:

@@ -119,7 +119,7 @@ def warn_of_ignored(config: GenerationConfig) -> None:
 
 
 def check_lossless(config: GenerationConfig) -> None:
-    """Raise `ValueError` for settings that change the output, or decode by more than the target's last layer."""
+    """Raise `ValueError` for `assistant_ensemble_weight`, which changes the output, and for DoLa (`dola_layers`)."""
     if getattr(config, "dola_layers", None) is not None:
         raise ValueError(
             f"dola_layers={config.dola_layers!r}: DoLa decodes from differences between layers, which no candidate can "

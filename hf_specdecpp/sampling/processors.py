@@ -250,7 +250,7 @@ class Processing:
         return Processing([each if left is None else type(each)(each.penalty) for each, left in processors])
 
     def can_show(self, length: int) -> bool:
-        """Whether a sequence of `length` tokens can be `shown`: no penalty ignores its last token or later ones."""
+        """Whether `shown` can replace ignored ones among `length` tokens by the last, which no penalty may ignore."""
         return all(int(ignored) < length for ignored in map(_ignored, self.processors) if ignored is not None)
 
     def shown(self, text: Tensor) -> Tensor:

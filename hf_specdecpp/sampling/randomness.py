@@ -263,7 +263,7 @@ def _by_block(q: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 
 def _invert(weights: np.ndarray, u: float) -> int | None:
-    """The index at which the cumulative `weights` `[n]` exceed the share u of their sum; `None` if all are zero."""
+    """The first index at which the running sum of `weights` `[n]` exceeds u times their sum; `None` if all are zero."""
     cumulated = np.add.accumulate(weights, dtype=np.float64)
     total = cumulated[-1]
     if not total > 0.0:

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
 from math import inf
+from operator import mul
 from statistics import median
 from typing import Any, TypeAlias
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.estimation.ledger import RECENT, Ledger
+from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.trees.tree import DraftTree
 
 CHAINS = (0, 1, 3, 5, 7, 11, 15)
+LOOKUPS = (3, 7, 15, 31)  # looked-up candidates: passes of 4, 8, 16 and 32 tokens
 TREES = (RoundShape(5, 3), RoundShape(6, 5))  # passes of 16 and of 31 tokens
 TIMED = (0, 3, 7)  # candidates of chains that are timed before the first choice; the seconds of others are interpolated
 FIRST = 5  # candidates of the first rounds, if a rule ends chains
@@ -31,8 +36,15 @@ def chains_up_to(most: int) -> list[RoundShape]:
     return [RoundShape(count) for count in sorted({each for each in CHAINS if each <= most} | {min(most, CHAINS[-1])})]
 
 
+def lookups_up_to(most: int) -> list[RoundShape]:
+    """Shapes of chains of at most `most` looked-up candidates: those of `LOOKUPS`, and `most` itself (at most 31)."""
+    counts = {each for each in LOOKUPS if each <= most} | {min(most, LOOKUPS[-1])}
+    return [RoundShape(0, given=count) for count in sorted(counts)]
+
+
 class RoundSeconds:
-    """Seconds of a round of each shape on a device: medians of the latest rounds, interpolated for chains.
+    """Seconds of a round of each shape on a device: medians of the latest rounds, interpolated for drafted chains and
+    for looked-up ones.
 
     Example: chains of 0, 3 and 7 candidates took 4, 5 and 7 ms; 6 ms are expected for 5 candidates, 10 for 14."""
 
@@ -45,44 +57,51 @@ class RoundSeconds:
         taken.append(seconds)
         self._typical[shape] = median(taken)
 
-    def time(self, shapes: Sequence[RoundShape], run: Callable[[RoundShape], float]) -> None:
+    def time(self, shapes: Iterable[RoundShape], run: Callable[[RoundShape], float]) -> None:
         """Time chains of `TIMED` lengths among `shapes` that have no time yet. `run`: runs a shape, returns seconds."""
         for shape in shapes:
-            if shape.width == 1 and shape.levels in TIMED and shape not in self._typical:
+            if shape.width == 1 and shape.nodes in TIMED and shape not in self._typical:
                 self.record_round(shape, run(shape))
 
     def of(self, shape: RoundShape) -> float:
         """Seconds of a round; infinite for trees that have not run."""
         if shape in self._typical or shape.width > 1:
             return self._typical.get(shape, inf)
-        known = sorted(each for each in self._typical if each.width == 1)
+        known = [
+            each for each in self._typical if not each.nodes or (each.width, each.given > 0) == (1, shape.given > 0)
+        ]
+        known.sort()
         place = bisect(known, shape)
         is_longest = place == len(known)
         before, after = (known[0], known[-1]) if is_longest else (known[max(place - 1, 0)], known[place])
         first, last = self._typical[before], self._typical[after]
-        slope = (last - first) / max(after.levels - before.levels, 1)
+        slope = (last - first) / max(after.nodes - before.nodes, 1)
         if is_longest:
-            return last + max(slope, 0.0) * (shape.levels - after.levels)
-        return first + slope * (shape.levels - before.levels)
+            return last + max(slope, 0.0) * (shape.nodes - after.nodes)
+        return first + slope * (shape.nodes - before.nodes)
 
 
 class RuleShapes:
     """Chooses for a stopping rule the shortest chain longer than the average round; with one shape, always this one.
+    If at least half of the sequences should look up candidates (`LookingUp.count_alone`), all do.
 
     Example: if the rule stops after 2.3 candidates on average, chains of 3; after some rounds without a stop, of 5.
     """
 
-    def __init__(self, shapes: list[RoundShape]) -> None:
-        self.shapes = shapes
+    def __init__(self, shapes: list[RoundShape], given: Sequence[RoundShape] = ()) -> None:
+        self.shapes, self.given = shapes, given
         self._expected = float(min(FIRST, shapes[-1].levels) - 1)
 
-    def choose_shape(self) -> RoundShape:
-        """The shape of the next round."""
+    def choose_shape(self, lookups: Sequence[LookingUp] = ()) -> RoundShape:
+        """The shape of the next round. `lookups`: of each sequence, or none."""
+        counts = sorted(each.count_alone() for each in lookups)
+        if counts and (count := counts[len(counts) // 2]):
+            return next((shape for shape in self.given if shape.given >= count), self.given[-1])
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
     def record_round(self, shape: RoundShape, reports: Sequence[Any]) -> None:
         """Called after a round with a `cuda_graphs.captured_rounds.RoundReport` of each sequence."""
-        if len(self.shapes) > 1:
+        if len(self.shapes) > 1 and not shape.given:
             submitted = max(len(each.tree) for each in reports)
             reached = submitted + 1 if submitted == shape.levels else submitted
             self._expected += FOLLOWS * (reached - self._expected)
@@ -93,6 +112,7 @@ class FastestShapes:
 
     The tokens of a chain follow from `rates`. Those of a tree are the tokens of a chain of its depth, times the gain of
     the tree in its own rounds: its tokens divided by those of its first branch, the chain that would have been drafted.
+    Looked-up candidates are preferred if more tokens per second are expected of them, by their estimates in this round.
     Another shape is probed after 16 rounds, then after 32, 64, ..., at most 1024 further ones: trees in turn, and the
     shortest chain if the best shape has no candidates.
 
@@ -106,15 +126,19 @@ class FastestShapes:
 
     rates: AcceptanceRates
 
-    def __init__(self, shapes: list[RoundShape], seconds: RoundSeconds) -> None:
-        self.shapes, self.seconds = shapes, seconds
+    def __init__(self, shapes: list[RoundShape], seconds: RoundSeconds, given: Sequence[RoundShape] = ()) -> None:
+        self.shapes, self.given, self.seconds = shapes, given, seconds
         self.gains: dict[RoundShape, Ledger] = {}
         self._trees = [shape for shape in shapes if shape.width > 1]
         self._deepest = max(shape.levels for shape in shapes)
         self._probing: list[RoundShape] = []
         self._since, self._until_probe, self._next_tree = 0, PROBES[0], 0
 
-    def choose_shape(self) -> RoundShape:
+    def choose_shape(self, lookups: Sequence[LookingUp] = ()) -> RoundShape:
+        if any(each.estimates for each in lookups):
+            looked_up = partial(self._rate_of_lookups, lookups)
+            if looked_up(best := max(self.given, key=looked_up)) > max(map(self._expected_rate, self.shapes)):
+                return best
         if not self._probing:
             self._probing = [best := max(self.shapes, key=self._expected_rate)]
             self._since += 1
@@ -128,6 +152,11 @@ class FastestShapes:
         tokens = self.rates.expected_tokens(self._deepest)[shape.levels]
         gain = self.gains[shape].rate if shape in self.gains else 1.0
         return float(tokens) * gain / self.seconds.of(shape)
+
+    def _rate_of_lookups(self, lookups: Sequence[LookingUp], shape: RoundShape) -> float:
+        """Expected tokens per second of a sequence, if all sequences look up as many candidates as `shape` has."""
+        tokens = sum(sum(accumulate(each.estimates[: shape.given], mul, initial=1.0)) for each in lookups)
+        return tokens / len(lookups) / self.seconds.of(shape)
 
     def _probe(self, best: RoundShape) -> list[RoundShape]:
         """The shapes of the next rounds, which probe another shape than the best; empty if there is none."""

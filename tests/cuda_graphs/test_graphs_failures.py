@@ -180,7 +180,8 @@ def test_nothing_stays_of_a_text_that_went_on_elsewhere(
 SETTINGS: dict[str, dict[str, Any]] = {
     "chain": CHAIN,
     "tree": {"rule": "fixed", "tree": "dyspec", "tree_budget": 15},
-    "passes": {**CHAIN, "lookup": True, "lookup_tokens": 6},
+    "lookups": {**CHAIN, "lookup": True, "lookup_tokens": 6},
+    "passes": {**CHAIN, "costs": {"draft": 0.1, "verify": [1.0]}},
     "passes of trees": {"tree": [2, 1]},
 }
 

@@ -324,7 +324,9 @@ def test_texts_follow_what_a_layer_reads(is_whole: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr("hf_specdecpp.generation.refusals.foreign_passes", lambda *_: None)  # it would not be captured
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
     layer = target.model.layers[1].mlp = Reading(target.model.layers[1].mlp)
-    assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2, lookup=not is_whole)
+    assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2 if is_whole else 1)
+    how: dict[str, Any] = {"max_new_tokens": 8}
+    scored = how if is_whole else {**how, "return_dict_in_generate": True, "output_scores": True}
     changes: list[Callable[[], object]] = [
         lambda: None,
         lambda: layer.vector.data.fill_(3.0),  # which graphs read where it is
@@ -336,8 +338,9 @@ def test_texts_follow_what_a_layer_reads(is_whole: bool, monkeypatch: pytest.Mon
     with pretend_graphs() as counts:
         for place, change in enumerate(changes):
             change()
-            texts.append(generate(target, assistant, max_new_tokens=8))
-            assert torch.equal(texts[-1], generate(target, None, max_new_tokens=8))
+            text = generate(target, assistant, **scored)
+            texts.append(text if is_whole else text.sequences)
+            assert torch.equal(texts[-1], generate(target, None, **how))
             assert assistant.stats.uncaptured is None
             assert bool(counts["captured"]) == (place != 1)
             counts.clear()

@@ -133,14 +133,16 @@ def assisted(target: CausalLM, name: str = "plain", **settings: Any) -> SpecDecP
 
 def test_a_text_whose_cache_the_draft_reads_is_captured_in_whole_rounds_alone() -> None:
     target = gemma4_files.target_for()
-    assistant = assisted(target, rule="fixed", num_tokens=5, lookup=True)
+    assistant = assisted(target, rule="fixed", num_tokens=5)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
     plain = target.generate(WORDS, **options)
     with pretend_graphs() as counts:
-        assert torch.equal(target.generate(WORDS, assistant_model=assistant, **options), plain)
-        assert assistant.stats.uncaptured == "lookups are made on the host"
+        scored = target.generate(
+            WORDS, assistant_model=assistant, return_dict_in_generate=True, output_scores=True, **options
+        )
+        assert torch.equal(scored.sequences, plain)
+        assert assistant.stats.uncaptured == "scores or logits are requested"
         assert not counts
-        assistant.speculation.lookup = False
         assert torch.equal(target.generate(WORDS, assistant_model=assistant, **options), plain)
         assert assistant.stats.uncaptured is None
         # A pass is compared with the target's own, and each graph is replayed once when it is captured.

@@ -20,7 +20,7 @@ from hf_specdecpp.files import Repository
 PACKAGE = Path(hf_specdecpp.__file__).parent
 # The default of `draft_kind`, which repositories may leave out; fields; a contestant's name; names of others.
 ALLOWED = {
-    ("config/assistant_config.py", "independent"), ("benchmark/contestants.py", "lookup"),
+    ("config/assistant_config.py", "independent"), ("benchmark/contestants.py", "lookup"), ("choosing.py", "lookup"),
     ("hub/publishing.py", "lookup"),
     ("serving.py", "eagle3"), ("serving.py", "dspark"), ("assistant.py", "eagle3"),
 }  # fmt: skip

@@ -6,6 +6,7 @@ the target's to rounding. Wrong versions of the functions must not pass."""
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.enumeration.exact_distribution import VISIBLE, exact_distribution
 from support.enumeration.next_tokens import VOCAB, Path, add_texts, distributions, furthest, plain_texts
 from support.enumeration.readable_verification import verify_block, verify_chain, weights_of
 from torch import Tensor
+from torch.nn import functional
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.on_device import count_until, last_passing
@@ -89,6 +91,27 @@ MUTANTS: dict[str, Outcomes] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_noticed(mutant: str, verification: Verification) -> None:
     assert error(STOPS["after a token"], verification, MUTANTS[mutant]) > VISIBLE
+
+
+LOOKED_UP = (0, 2, 1)
+
+
+@pytest.mark.parametrize("verification", ["block", "token"])
+@pytest.mark.parametrize("count", range(K + 1))
+def test_looked_up_candidates(count: int, verification: Verification) -> None:
+    """Their q is 1, also behind the last of them. With the q of a draft, the distribution is another one."""
+    stop: Stop = lambda _: count  # noqa: E731
+
+    def certain(path: Path) -> Tensor:
+        return functional.one_hot(torch.tensor(LOOKED_UP[len(path)]), VOCAB).double()
+
+    def with_a_drafts_q(drawn: Tensor, number: Tensor, p: Tensor, q: Tensor, how: Verification) -> Any:
+        return outcomes(drawn, number, p, torch.full_like(q, 1.0 / VOCAB), how)
+
+    p = distributions(3, K + 1, spread=2.0, every=5)
+    plain = plain_texts(p, K + 1)
+    assert furthest(plain, texts_of_rounds(p, certain, stop, verification, outcomes)) < 1e-12
+    assert not count or furthest(plain, texts_of_rounds(p, certain, stop, verification, with_a_drafts_q)) > VISIBLE
 
 
 def error_of_processors(name: str, process: Process, seeds: Sequence[int] = range(2)) -> float:

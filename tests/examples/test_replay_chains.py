@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.chain import StoppingRule
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
-from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftStep, scalar_features
+from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability, DraftStep, scalar_features
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.texts.sampling import Sampling
@@ -72,7 +72,10 @@ def replayed_distribution(models: Models, generation: Generation, coupling: Coup
                 chance *= probability
             where = Text(list(text), 0, LENGTH, frozenset(models.eos))
             replay = ChainReplay(where, as_record(models, text, [chain for _, chain in branches]))
-            rounds = replay.rounds(generation.new_rule())
+            rule = generation.new_rule()
+            if isinstance(rule.estimator, DraftProbability):  # which reads q, where a record has numbers
+                rule.estimator = recorded_estimator("q", None, greedy=False)
+            rounds = replay.rounds(rule)
             counts = [number for drafted, accepted, _ in rounds for number in (drafted, accepted)]
             found[(*text, -1, *counts)] += chance
     return found

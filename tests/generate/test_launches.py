@@ -34,6 +34,7 @@ RULES: dict[str, dict[str, Any]] = {
     "threshold": {"rule": "threshold", "threshold": 0.9, "max_tokens": 5},
     "throughput": {"rule": "throughput", "max_tokens": 5},
     "tree": {"rule": "fixed", "tree": "dyspec", "tree_budget": 15},
+    "lookups": {"rule": "fixed", "num_tokens": 4, "lookup": True},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -72,6 +73,7 @@ def two_texts(rule: str, rows: int, rounds: list[Any], **how: Any) -> tuple[Any,
     """An assistant, two texts with it, of which `rounds` are the second's, and plain generation's."""
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
     ids, found = torch.cat([prompt(9, seed=row) for row in range(rows)]), []
+    ids = torch.cat((ids, ids), dim=1) if rule == "lookups" else ids
     plain = texts(ids, target, None, **how)
     assistant = assistant_of("early_exit", on_device(target), **RULES[rule])
     for _ in range(2):
@@ -97,13 +99,14 @@ def test_one_launch_and_one_read(rule: str, how: str, rows: int, rounds: list[tu
     assistant, found, plain = two_texts(rule, rows, rounds, **WAYS[how])
     assert how == "sampled" or torch.equal(found[1], plain)
     assert assistant.stats.decided["rounds"] == "captured"
+    assert assistant.stats.lookup_rounds or rule != "lookups" or how != "greedy"
     assert len(rounds) > 3
     for captured, replayed, read, launched in rounds:
-        assert captured == 0 or rule == "throughput"  # which tries other shapes
+        assert captured == 0 or rule in ("throughput", "lookups")  # which take other shapes
         if captured:
             continue
         assert replayed == read == 1
-        assert launched - replayed <= 1  # the calibration of estimates goes to the device
+        assert launched - replayed <= 1  # the calibration of estimates, or the looked-up candidates, go to the device
 
 
 @pytest.mark.daily("greedy-fixed-1", "sampled-tree-1", takes=8)
@@ -127,11 +130,11 @@ def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
     target, seen = quiet_later_layers(tiny("llama", num_hidden_layers=2)), []
     with pretend_graphs_on_devices():
         on_device(target)
-        assistant = assistant_of("independent", target, **RULES["fixed"], lookup=True)
+        assistant = assistant_of("independent", target, **RULES["fixed"])
         inner: Any = assistant.ready_drafter().model.get_decoder()
         inner.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
         texts(on_device(prompt(9)), target, assistant)
-        assert "lookups" in assistant.stats.decided["rounds"]
+        assert "step by step" in assistant.stats.decided["rounds"]
         assert assistant.stats.uncaptured is None
     assert len(seen) > 4
     assert not any(seen)

@@ -9,7 +9,14 @@ import pytest
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.throughput import round_shapes
-from hf_specdecpp.throughput.round_shapes import TREES, FastestShapes, RoundSeconds, chains_up_to
+from hf_specdecpp.throughput.round_shapes import (
+    TREES,
+    FastestShapes,
+    RoundSeconds,
+    RuleShapes,
+    chains_up_to,
+    lookups_up_to,
+)
 from hf_specdecpp.trees.tree import DraftTree
 
 TREE_STEPS = {TREES[0]: 1.3, TREES[1]: 1.5}  # times those of a chain of this depth
@@ -117,3 +124,52 @@ def test_a_tree_that_is_judged_by_its_tokens_alone_loses(monkeypatch: pytest.Mon
     monkeypatch.setattr(round_shapes, "first_branch", lambda _tree, path: len(path))
     most = throughput()
     assert tokens_a_second(most, Texts((0.5, 0.3)), 0.55) < 0.97 * best_of(most.shapes, (0.5, 0.3), 0.55)
+
+
+GIVEN = [RoundShape(0, given=count) for count in (3, 7, 12)]
+
+
+def lookups(*estimates: float, count: int = 0) -> Any:
+    return SimpleNamespace(estimates=list(estimates), count_alone=lambda: count)
+
+
+def test_shapes_of_lookups() -> None:
+    assert lookups_up_to(12) == GIVEN
+    assert [shape.nodes for shape in lookups_up_to(2)] == [2]
+    assert [shape.nodes for shape in lookups_up_to(63)] == [3, 7, 15, 31]
+
+
+def test_seconds_of_lookups_are_no_seconds_of_drafts() -> None:
+    """Between, and behind, those that were timed; and both kinds know a round without candidates."""
+    seconds = RoundSeconds()
+    seconds.time([*chains_up_to(7), *GIVEN], lambda shape: 4.0 + shape.levels + 0.1 * shape.given)
+    assert [seconds.of(shape) for shape in GIVEN] == pytest.approx([4.3, 4.7, 5.2])
+    assert seconds.of(RoundShape(5)) == 9.0
+    assert seconds.of(RoundShape(0, given=1)) == pytest.approx(4.1)
+
+
+def test_lookups_are_taken_where_more_tokens_a_second_are_expected() -> None:
+    """A pass of 4 ms, 1 ms a drafted candidate, 0.1 ms a looked-up one: 0.25 tokens a millisecond without any."""
+    most = FastestShapes([RoundShape(0), RoundShape(3)], RoundSeconds(), GIVEN)
+    most.seconds.time([*most.shapes, *GIVEN], lambda shape: 4.0 + shape.levels + 0.1 * shape.given)
+    most.rates = AcceptanceRates()
+    drafted = max(most.rates.expected_tokens(3)[3] / 7.0, 0.25)
+    for chance in (0.05, 0.3, 0.5, 0.7, 0.9, 0.99):
+        found = lookups(*[chance] * 9)
+        expected = {shape: sum(chance**place for place in range(min(shape.given, 9) + 1)) for shape in GIVEN}
+        rates = {shape: tokens / most.seconds.of(shape) for shape, tokens in expected.items()}
+        best = max(GIVEN, key=rates.__getitem__)
+        chosen = most.choose_shape([found])
+        assert chosen == best if rates[best] > drafted else not chosen.given
+    assert most.choose_shape([lookups(*[0.99] * 9)]).given == 12
+    # The mean of the rows counts, and rows without lookups get one token.
+    assert not most.choose_shape([lookups(*[0.9] * 3), *[lookups()] * 9]).given
+    assert most.choose_shape([lookups(*[0.99] * 9), *[lookups()] * 2]).given
+
+
+def test_a_rule_looks_up_what_half_of_the_rows_would() -> None:
+    rule = RuleShapes([RoundShape(4)], GIVEN)
+    counts = {(): 0, (0,): 0, (2,): 3, (4,): 7, (20,): 12, (0, 2): 3, (0, 0, 2): 0, (0, 2, 5): 3}
+    for each, given in counts.items():
+        shape = rule.choose_shape([lookups(count=count) for count in each])
+        assert shape == (RoundShape(0, given=given) if given else RoundShape(4))

@@ -58,8 +58,8 @@ class MtpInput(StateReader):
 
 
 def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
-    """Make a causal LM from multi-token layer number `place` (from 0) and its norm; returns the model and its
-    `MtpInput`. `ValueError` if the tensors do not fit the target.
+    """Make a causal LM from the `tensors` of one layer of `MtpLayers`, number `place` (from 0); returns the model and
+    its `MtpInput`. `ValueError` if the tensors do not fit the target.
 
     Shares the target's embeddings, LM head and rotary frequencies. The layer has the class of the target's layers;
     transformers renames and merges its tensors (experts) as it does for the target.

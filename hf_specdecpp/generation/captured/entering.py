@@ -18,7 +18,7 @@ from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, R
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied
+from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied, windows_of
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
@@ -34,7 +34,16 @@ from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, has_usual_inputs, num_processes
 from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.throughput.round_shapes import SPARE, TREES, FastestShapes, RoundSeconds, RuleShapes, chains_up_to
+from hf_specdecpp.sampling.randomness import AsPlain
+from hf_specdecpp.throughput.round_shapes import (
+    SPARE,
+    TREES,
+    FastestShapes,
+    RoundSeconds,
+    RuleShapes,
+    chains_up_to,
+    lookups_up_to,
+)
 
 MOST_KEPT = 16  # `CapturedRounds` that a target keeps, by draft, way of sampling and number of rows
 MOST_TEXTS = 32  # rows of a batch
@@ -75,11 +84,11 @@ def _parts(
         is_busy, passes.busy = passes.busy, True
     if is_busy:
         return "another text is using the captured passes of this target"
-    shapes = [] if not_whole is not None else _shapes_of(texts)
+    shapes, given = ([], []) if not_whole is not None else _shapes_of(texts)
     try:
-        if (reason := _copy_and_compare(passes, usual, texts, shapes)) is not None:
+        if (reason := _copy_and_compare(passes, usual, texts, shapes + given)) is not None:
             return reason
-        own = _graph_drafts(texts, passes, shapes) if shapes else None
+        own = _graph_drafts(texts, passes, shapes, given) if shapes else None
         is_entered = True
     except torch.OutOfMemoryError as error:
         passes.close()
@@ -120,7 +129,9 @@ def _copy_and_compare(
     return passes.why_not
 
 
-def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: list[RoundShape]) -> GraphDrafts:
+def _graph_drafts(
+    texts: Sequence[OutputText], passes: CapturedTarget, shapes: list[RoundShape], given: list[RoundShape]
+) -> GraphDrafts:
     """The drafts of captured whole rounds; graphs of earlier calls are reused (`CapturedTarget.rounds`)."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
@@ -135,25 +146,31 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
         decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
     rows = rows_for(len(texts))
-    key = steps.key, tuple(shapes), greedy, steps.vocab_size, rows, fits
+    key = steps.key, *shapes, *given, greedy, steps.vocab_size, rows, fits
     known = passes.rounds
     if key not in known:
         if len(known) >= MOST_KEPT:
             passes.graphs.family.clear()  # graphs cannot be freed one by one
             known.clear()
-        spare = SPARE if speculation.rule == "throughput" else 0
-        draft = CapturedDraft(steps, shapes, rows, spare, passes.context, greedy)
-        known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds())
+        spare = SPARE * (speculation.rule == "throughput") + 2 * sum(shape.nodes for shape in given[-1:])
+        draft = CapturedDraft(steps, shapes + given, rows, spare, passes.context, greedy)
+        known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds(), given)
     rounds, fastest = known[key]
     if speculation.rule == "throughput":
         fastest.rates = generator.learned_rates()
         return GraphDrafts(texts, rounds, rules, fastest)
     follows = speculation.rule == "threshold" and not speculation.draws_trees
-    return GraphDrafts(texts, rounds, rules, RuleShapes(shapes if follows else shapes[-1:]))
+    return GraphDrafts(texts, rounds, rules, RuleShapes(shapes if follows else shapes[-1:], given))
 
 
-def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:
-    """The shapes of whole rounds that the settings allow, the largest last."""
+def _shapes_of(texts: Sequence[OutputText]) -> tuple[list[RoundShape], list[RoundShape]]:
+    """The shapes of whole rounds that the settings allow, and of those that look up; the largest last."""
+    setup = texts[0].generator.setup
+    given = lookups_up_to(setup.decisions.lookup_tokens) if setup.speculation.lookup else []
+    return _drafted_shapes(texts), given
+
+
+def _drafted_shapes(texts: Sequence[OutputText]) -> list[RoundShape]:
     speculation, steps = texts[0].generator.setup.speculation, cast(RoundSteps, texts[0].generator.round_steps)
     trees = [shape for shape in TREES if shape.levels <= steps.most]
     if speculation.draws_trees:
@@ -163,7 +180,7 @@ def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:
         return [RoundShape(int(min(speculation.num_tokens, steps.most)))]
     chains = chains_up_to(int(min(speculation.max_tokens, steps.most)))
     if speculation.rule == "threshold":
-        return [shape for shape in chains if shape.levels]
+        return [shape for shape in chains if shape.levels or not steps.most]
     deepest = chains[-1].levels
     # In a batch passes are wide already, so trees do not help.
     takes_trees = speculation.tree == "auto" and steps.draws_trees and len(texts) == 1
@@ -181,6 +198,8 @@ def _why_not(side: TargetSide) -> str | None:
         return "autocast is on"
     if (reason := why_not_in_place(target) or why_not_copied(cache := cache_among(model_kwargs))) is not None:
         return reason
+    if side.carries_cache and any(map(isfinite, windows_of(target.config.get_text_config(decoder=True)) or ())):
+        return "the returned cache of a batch needs tokens that have left a layer's window"
     if side.foreign is not None:
         return f"the target runs {side.foreign.name}, which a graph would not call"
     if modes := active_modes():
@@ -203,10 +222,10 @@ def why_not_whole(texts: Sequence[OutputText]) -> str | None:
     speculation = generator.setup.speculation
     if len(texts) > MOST_TEXTS:
         return f"more than {MOST_TEXTS} sequences"
-    if generator.lookup is not None:
-        return "lookups are made on the host"
     if (steps := generator.round_steps) is None:
         return "the steps of this draft are not captured"
+    if isinstance(generator.randomness, AsPlain):
+        return "without a draft, tokens are drawn on the host, as plain generate() draws them"
     if generator.corrections is not None:
         return "the draft's logits are mixed with the target's latest choices on the host"
     if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):

@@ -22,6 +22,7 @@ from hf_specdecpp.generation.decoding import MEMORY, Drafts, GraphsFailedError, 
 from hf_specdecpp.generation.output_text import NO_SCORES, OutputText, Round, RoundResult
 from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import extend
 from hf_specdecpp.throughput.round_shapes import FastestShapes, ShapeChooser
@@ -72,7 +73,8 @@ class GraphDrafts(Drafts):
         if isinstance(self.chooser, FastestShapes):
             device = self.rounds.passes.device
             with keeping_generators(device):  # timing must not change the random numbers of the generation
-                self.chooser.seconds.time(self.chooser.shapes, partial(self.rounds.time, process=self.process))
+                shapes = *self.chooser.shapes, *self.chooser.given
+                self.chooser.seconds.time(shapes, partial(self.rounds.time, process=self.process))
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         attempt(partial(self._propose, texts), of_draft=True)
@@ -81,8 +83,13 @@ class GraphDrafts(Drafts):
     def _propose(self, texts: Sequence[OutputText]) -> None:
         if not self.made:
             self.begin_texts()
-        self.rounds.continue_with([self.texts.index(text) for text in texts])
-        self.shape = self._shape(length := max(text.length for text in texts))
+        self.rounds.continue_with(active := [self.texts.index(text) for text in texts])
+        length = max(text.length for text in texts)
+        lookups = [found for text in texts if (found := text.generator.look_up(text.length)) is not None]
+        self.shape = self._shape(length, lookups)
+        if self.shape.given:
+            chains = [each.found.tokens[: self.shape.given] for each in lookups]
+            self.rounds.draft.give(dict(zip(active, chains, strict=True)))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
         self.rounds.propose(self.shape, length, self.process)
 
@@ -102,17 +109,19 @@ class GraphDrafts(Drafts):
                 self.rates.observe_tree(tree.judged(path))
             generator.record_estimates(each.outputs.estimates)
             generator.record_outcome(tree, path, each.text.before)
+            generator.emitted = each.result.emitted[: each.emitted.kept]
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
         """The function `Process` of `CapturedRounds` for the sequence at index `place`."""
         found = self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
         return as_float32(found, self.generator.randomness is None)
 
-    def _shape(self, length: int) -> RoundShape:
+    def _shape(self, length: int, lookups: Sequence[LookingUp]) -> RoundShape:
         """The shape of the next round. Tokens beyond the maximum length are removed by `OutputText.emit`."""
-        shape, draft = self.chooser.choose_shape() if length <= self.longest else RoundShape(0), self.rounds.draft
-        if not shape.levels and draft.pending >= draft.width:  # the draft must read tokens of rounds without candidates
-            shape = next(each for each in self.chooser.shapes if each.levels)
+        draft, shapes = self.rounds.draft, self.chooser.shapes
+        shape = self.chooser.choose_shape(lookups) if length <= self.longest else RoundShape(0)
+        if not shape.levels and draft.pending + shape.given >= draft.width and shapes[-1].levels:
+            shape = next(each for each in shapes if each.levels)  # the draft must read tokens of rounds without it
         if shape.levels:
             draft.calibrate(self.rates)
         return shape

@@ -78,7 +78,7 @@ class WarmUpDecoding(AssistedDecoding):
             capacity = capacity_for(capacity + 1)
 
     def _make_whole_rounds(self, drafts: GraphDrafts) -> None:
-        for shape in {RoundShape(0), *drafts.chooser.shapes}:
+        for shape in {RoundShape(0), *drafts.chooser.shapes, *drafts.chooser.given}:
             drafts.rounds.time(shape, drafts.process)
 
     def _read_target(self, passes: CapturedTarget, capacity: int) -> None:

@@ -409,3 +409,46 @@ def test_a_target_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(generate(target, assistant), generate(target, None))
     assert "its modules cannot be copied (TypeError" in str(assistant.stats.uncaptured)
     assert assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama"])
+def test_the_returned_cache_of_a_batch_whose_rows_end_apart(family: str, graphs: str) -> None:
+    """As plain generation leaves it: a row that went on has lost the tokens that its windows no longer show, and those
+    before the end of the shortest row are needed to read the padding after it."""
+    target = quiet_later_layers(tiny(family, num_hidden_layers=3))
+    assistant = assistant_of("independent", target, graphs=graphs, **CHAIN)
+    ids, mask = batch(2)
+    first = together(target, None, ids, mask, max_new_tokens=30)[:, ids.shape[1] :].tolist()
+    end = next(token for token in first[0][:4] if token not in first[1])
+    how: dict[str, Any] = {"eos_token_id": end, "max_new_tokens": 30, "return_dict_in_generate": True}
+    plain = together(target, None, ids, mask, **how)
+    for returned in (True, False):
+        text = together(target, assistant, ids, mask, **how | {"return_dict_in_generate": returned})
+        is_kept = returned and family != "llama"
+        assert graphs == "off" or ("left a layer's window" in str(assistant.stats.uncaptured)) == is_kept
+        assert torch.equal(text.sequences if returned else text, plain.sequences)
+        if returned:
+            for ours, theirs in zip(text.past_key_values.layers, plain.past_key_values.layers, strict=True):
+                shown = torch.nn.functional.pad(mask, (0, 40), value=1)[:, : text.sequences.shape[1] - 1]
+                shown = shown[:, -ours.keys.shape[2] :].bool()  # what hidden tokens left is arbitrary
+                for found, expected in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                    torch.testing.assert_close(found.transpose(1, 2)[shown], expected.transpose(1, 2)[shown])
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+def test_mixtures_of_experts(experts: str) -> None:
+    """The default of transformers, `grouped_mm`, asks the device for nothing; the loop over experts does."""
+    config = transformers.MixtralConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts).eval()
+    assistant = assistant_of("early_exit", target, **CHAIN)
+    assert torch.equal(generate(target, assistant), generate(target, None))
+    assert assistant.stats.accepted > 0
+    if experts == "eager":
+        assert "waits for the device" in str(assistant.stats.uncaptured)
+    else:
+        assert assistant.stats.decided["rounds"] == "captured"

@@ -265,7 +265,6 @@ def test_the_verification_that_runs_is_told(
 
 
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "lookups": ({**CHAIN, "lookup": True}, {}, "lookups are made on the host"),
     "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
     "a static tree": ({"tree": [3, 2, 1]}, {}, "only trees of Algorithm 2"),
     "scores": (CHAIN, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are requested"),
@@ -456,7 +455,7 @@ def test_a_first_round_that_cannot_be_captured(tmp_path: Path, monkeypatch: pyte
         assert assistant.stats.accepted > 0
 
 
-@pytest.mark.daily("RoundShape(levels=0, width=1)", "RoundShape(levels=5, width=3)")
+@pytest.mark.daily("RoundShape(levels=0, width=1, given=0)", "RoundShape(levels=5, width=3, given=0)")
 @pytest.mark.parametrize("cheap", [RoundShape(0), RoundShape(3), RoundShape(5, 3)], ids=str)
 def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a tree, once one was tried."""
