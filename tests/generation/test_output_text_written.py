@@ -57,6 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 8},
     "static": {"tree": [2, 2, 1]},
     "lookups": {"rule": "fixed", "num_tokens": 2, "lookup": True},
+    "captured trees": {"tree": "dyspec", "tree_budget": 15, "tree_threshold": 0.0},
 }
 NAMES = pytest.mark.parametrize("name", CASES)
 
@@ -120,11 +121,13 @@ def test_states_that_are_computed_again(name: str) -> None:
     assistant.detach()
 
 
-@pytest.mark.parametrize("kind", ["early_exit", "conditioned"])
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("early_exit", "chains"), ("early_exit", "lookups"), ("early_exit", "captured trees"), ("conditioned", "chains"),
+])  # fmt: skip
 @NAMES
-def test_captured_rounds(name: str, kind: str, pretended: Counter[str]) -> None:
+def test_captured_rounds(name: str, kind: str, settings: str, pretended: Counter[str]) -> None:
     target = tiny("llama")
-    assistant = configured(assistant_of(kind, target), **SETTINGS["chains"])
+    assistant = configured(assistant_of(kind, target), **SETTINGS[settings])
     plain = generated(target, name)[0]
     processors, criteria, options = CASES[name]
     for _ in range(2):
