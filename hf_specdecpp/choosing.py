@@ -14,11 +14,11 @@ from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.value_checks import check_values, did_you_mean, hints_of
-from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts, raw_config
+from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts
 from hf_specdecpp.draft_kinds.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
+from hf_specdecpp.files import DownloadOptions, Repository, read_fields
 from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.hub.published import advice
-from hf_specdecpp.hub.repository import HUB_KWARGS
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -28,7 +28,8 @@ logger = logging.get_logger("hf_specdecpp")
 AUTO = "auto"
 SETTINGS = {each.name for each in fields(SpeculationConfig)}
 MAKING = {"source": str | Path | None, **hints_of(Options), **hints_of(LoadingOptions)}
-OF_MODELS = {"adapter", "draft_vocab", "merge"}
+OF_MODELS, OF_DOWNLOADS = {"adapter", "draft_vocab", "merge"}, set(hints_of(DownloadOptions))
+UNFIT = {AUTO: OF_MODELS | OF_DOWNLOADS, MTP.name: OF_MODELS, LOOKUP.name: OF_MODELS | OF_DOWNLOADS}
 KNOWN = SETTINGS | MAKING.keys()
 
 
@@ -61,9 +62,10 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
         default: whether calls without `assistant_model=` use the assistant.
         options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, which override those of a
             repository. Under `rule="throughput"`, rounds in which a lookup is likely to be faster look up instead of
-            drafting (`lookup=True`), unless every round drafts a tree. For a model, also by name, `Options`, such as
-            `adapter`; for other repositories and folders `LoadingOptions`, such as `revision`, or `draft`, a copy of
-            the model that the repository names.
+            drafting (`lookup=True`), unless every round drafts a tree. For a draft given by name, and for the
+            repository `source` of `"mtp"`, `DownloadOptions`, such as `revision`; for a model, also by name, `Options`,
+            such as `adapter`; for other repositories and folders `LoadingOptions`, such as `draft`, a copy of the model
+            that the repository names.
 
     Returns:
         The assistant, whose `stats` describe the latest `generate()`; `None` for `draft=None`.
@@ -115,10 +117,10 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
         if options:
             raise TypeError(f"{', '.join(options)}: this assistant exists already, only its settings can be changed.")
         return draft
-    if isinstance(draft, str) and draft in (AUTO, MTP.name, LOOKUP.name) and (of_models := OF_MODELS & options.keys()):
+    if isinstance(draft, str) and (unfit := UNFIT.get(draft, set()) & options.keys()):
         raise TypeError(
-            f"{', '.join(sorted(of_models))}: only for a draft that is a model or some of the target's layers, and "
-            f"draft={draft!r} is neither. Leave it out."
+            f"{', '.join(sorted(unfit))}: only for a draft that is a model or given by name, and draft={draft!r} is "
+            "neither. Leave it out."
         )
     if draft == AUTO:
         return _by_itself(model, options)
@@ -128,7 +130,7 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
         return _lookups(model, **options)
     if isinstance(draft, str):
         _check_name(draft)
-    if isinstance(draft, str | Path) and not _is_plain_model(draft, options):
+    if isinstance(draft, str | Path) and not _is_plain_model(Repository.of(draft, options)):
         return SpecDecPPAssistant.from_pretrained(draft, model, **options)
     return SpecDecPPAssistant.from_draft(draft, model, **options)
 
@@ -160,12 +162,11 @@ def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
     return assistant
 
 
-def _own_layers(
-    model: CausalLM, source: str | Path | None = None, local_files_only: bool = False, **options: Any
-) -> SpecDecPPAssistant:
+def _own_layers(model: CausalLM, source: str | Path | None = None, **options: Any) -> SpecDecPPAssistant:
     """For `"mtp"`: with the multi-token layers in the repository `source`, by default in the model's own checkpoint."""
     check_target(model, recurrent=True)
-    config, layers = multi_token_layers(model, source, {"local_files_only": True} if local_files_only else None)
+    downloads = {name: options.pop(name) for name in OF_DOWNLOADS & options.keys()}
+    config, layers = multi_token_layers(model, source, downloads)
     return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, cast(Options, options))
 
 
@@ -177,8 +178,7 @@ def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **op
     return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, cast(Options, options))
 
 
-def _is_plain_model(name: str | Path, options: dict[str, Any]) -> bool:
-    """Whether a repository's `config.json`, read with the download `options`, is that of an ordinary causal LM."""
-    raw = raw_config(name, options.get("revision"), {each: options[each] for each in options.keys() & HUB_KWARGS})
-    not_models = (None, SpecDecPPConfig.model_type)
-    return raw is not None and recognise(raw) is None and raw.get("model_type") not in not_models
+def _is_plain_model(source: Repository) -> bool:
+    """Whether a repository's `config.json` is that of an ordinary causal LM; errors as in `from_pretrained`."""
+    raw = read_fields(source.file("config.json"))
+    return recognise(raw) is None and raw.get("model_type") not in (None, SpecDecPPConfig.model_type)

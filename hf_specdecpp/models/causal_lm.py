@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from transformers import GenerationConfig, Pipeline
+from transformers import GenerationConfig, GenerationMixin, Pipeline
 from transformers.generation import GenerateDecoderOnlyOutput
 
 # A `PreTrainedModel` with `GenerationMixin` and an LM head. `Any`, because the annotations of `PreTrainedModel` lack
@@ -174,6 +174,11 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
             module.training = True
         for attributes, name, value in left:
             attributes[name] = value
+
+
+def has_usual_inputs(model: CausalLM) -> bool:
+    """Whether the model uses transformers' own `prepare_inputs_for_generation`."""
+    return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
 def cache_argument(model: CausalLM) -> str:
