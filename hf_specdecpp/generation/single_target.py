@@ -26,7 +26,7 @@ from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, cache_argument
 from hf_specdecpp.models.checks import frequency_changes
-from hf_specdecpp.models.cpu.grouped_attention import HALF, separate_queries
+from hf_specdecpp.models.cpu.grouped_attention import computes_in_half, separate_queries
 from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.sampling.processors import extend
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
@@ -321,7 +321,7 @@ class SingleTarget(TargetSide):
             inputs = context.tree_inputs(input_ids, each.rows)
         work, clock = self.work_clock(), time.perf_counter()
         forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
-        with separate_queries() if self.model.dtype in HALF and not context.is_masked else nullcontext():
+        with separate_queries() if computes_in_half(self.model) and not context.is_masked else nullcontext():
             each.outputs = forward(**inputs, return_dict=True)
         each.width = context.width
         if self.device.type == "cpu":
