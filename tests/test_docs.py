@@ -215,7 +215,8 @@ SHORT = {
 }
 
 
-ELSEWHERE = "--push_to_hub", "--server", "org/dflash-or-dspark"  # a Hub, a server, a published draft
+# What these need is not here: a Hub, a server, a published draft, and a head for that.
+ELSEWHERE = "--push_to_hub", "--server", "org/dflash-or-dspark", "my-head"
 
 
 def ours(code: str) -> list[str]:
