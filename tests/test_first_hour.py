@@ -253,15 +253,15 @@ def test_settings_replace_those_of_a_draft(target: CausalLM, tmp_path: Path) -> 
 
 
 def test_lookups_are_added_to_drafts_where_the_rule_can_choose(target: CausalLM, tmp_path: Path) -> None:
-    draft = partly_agreeing(target)
-    assert assist(target, draft).speculation.lookup is True
-    for options in ({"lookup": False}, {"rule": "fixed"}, {"rule": "threshold"}, {"tree": "dyspec"}):
-        assert assist(target, draft, **options).speculation.lookup is False
-    made = SpecDecPPAssistant.from_draft(draft, target)
+    assert assist(target, partly_agreeing(target)).speculation.lookup is False, "reads prompts slowly"
+    made = SpecDecPPAssistant.from_early_exit(target, 1)
     assert assist(target, made).speculation.lookup is False, "its settings are the user's"
-    stored = SpecDecPPAssistant.from_early_exit(target, 1)
-    stored.speculation.lookup = "history"
-    stored.save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
+    assert assist(target, tmp_path).speculation.lookup is True
+    for options in ({"lookup": False}, {"rule": "fixed"}, {"rule": "threshold"}, {"tree": "dyspec"}):
+        assert assist(target, tmp_path, **options).speculation.lookup is False
+    made.speculation.lookup = "history"
+    made.save_pretrained(tmp_path)
     assert assist(target, tmp_path).speculation.lookup == "history"
 
 
@@ -302,7 +302,7 @@ def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkey
 @pytest.mark.parametrize(("draft", "options", "says"), [
     ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
     ("auto", {"pack_weights": True}, "There is no option pack_weights. .*cache_dir, .*threshold"),
-    ("lookup", {"revision": "v1"}, "revision: no such option"),
+    ("lookup", {"revision": "v1"}, "revision: only for a draft that is a model or given by name"),
     ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
     ("lookup", {"rule": "best"}, "rule='best' is not a stopping rule"),
 ])  # fmt: skip
