@@ -157,11 +157,11 @@ class SpecDecPPAssistant(AssistantModel):
                 by `Eagle3.read`): the object, its Hub id or its folder.
             target: attach to this model; a draft given by name is loaded in the target's dtype and on its device.
         """
-        if not isinstance(draft, str | Path):
+        if (kind := ready_made(draft)) is None and not isinstance(draft, str | Path):
             causal_lm.base_model(draft)  # raises where this is no model
         parts = _parts(options)
         target = None if target is None else causal_lm.base_model(target)
-        if (kind := ready_made(draft)) is not None:
+        if kind is not None:
             if parts.adapter is not None or parts.draft_vocab is not None:
                 raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
             given: Any = None if isinstance(draft, str | Path) else draft

@@ -28,7 +28,8 @@ logger = logging.get_logger("hf_specdecpp")
 AUTO = "auto"
 SETTINGS = {each.name for each in fields(SpeculationConfig)}
 MAKING = {"source": str | Path | None, **hints_of(Options), **hints_of(LoadingOptions)}
-OF_MODELS = {"adapter", "draft_vocab", "merge"}
+OF_ALL = {"head", "speculation"}  # options of drafts that are named by a word
+WORDS = {AUTO: OF_ALL | {"source"}, MTP.name: OF_ALL | {"source", "local_files_only"}, LOOKUP.name: OF_ALL}
 KNOWN = SETTINGS | MAKING.keys()
 
 
@@ -81,8 +82,9 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
             each.detach(model)
         return None
     for unknown in options.keys() - KNOWN:
-        known = ", ".join(sorted(KNOWN))
-        raise TypeError(f"There is no option {unknown}.{did_you_mean(unknown, KNOWN)} The options are {known}.")
+        early = f" For an early exit: SpecDecPPAssistant.from_early_exit(model, layers={options[unknown]!r})."
+        near = early if unknown == "layers" else did_you_mean(unknown, KNOWN)
+        raise TypeError(f"There is no option {unknown}.{near} The options are {', '.join(sorted(KNOWN))}.")
     settings = {name: options.pop(name) for name in SETTINGS & options.keys()}
     check_values({"default": default, **options}, MAKING, error=TypeError)
     assistant = _made(model, draft, options)
@@ -115,20 +117,21 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
         if options:
             raise TypeError(f"{', '.join(options)}: this assistant exists already, only its settings can be changed.")
         return draft
-    if isinstance(draft, str) and draft in (AUTO, MTP.name, LOOKUP.name) and (of_models := OF_MODELS & options.keys()):
-        raise TypeError(
-            f"{', '.join(sorted(of_models))}: only for a draft that is a model or some of the target's layers, and "
-            f"draft={draft!r} is neither. Leave it out."
-        )
+    word = isinstance(draft, str) and draft in WORDS
+    if isinstance(draft, str) and not word:
+        _check_name(draft)
+    is_stored = isinstance(draft, str | Path) and not word and not _is_plain_model(draft, options)
+    what = f"draft={draft!r}" if word else "a draft from its repository" if is_stored else "a draft that is a model"
+    known = WORDS[draft] if word else {*hints_of(LoadingOptions if is_stored else Options), "speculation"} - {"default"}
+    if others := ", ".join(sorted(options.keys() - known)):
+        raise TypeError(f"{others}: not for {what}. Its options are {', '.join(sorted(known))}, and the settings.")
     if draft == AUTO:
         return _by_itself(model, options)
     if draft == MTP.name:
         return _own_layers(model, **options)
     if draft == LOOKUP.name:
         return _lookups(model, **options)
-    if isinstance(draft, str):
-        _check_name(draft)
-    if isinstance(draft, str | Path) and not _is_plain_model(draft, options):
+    if is_stored:
         return SpecDecPPAssistant.from_pretrained(draft, model, **options)
     return SpecDecPPAssistant.from_draft(draft, model, **options)
 
@@ -180,5 +183,6 @@ def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **op
 def _is_plain_model(name: str | Path, options: dict[str, Any]) -> bool:
     """Whether a repository's `config.json`, read with the download `options`, is that of an ordinary causal LM."""
     raw = raw_config(name, options.get("revision"), {each: options[each] for each in options.keys() & HUB_KWARGS})
-    not_models = (None, SpecDecPPConfig.model_type)
-    return raw is not None and recognise(raw) is None and raw.get("model_type") not in not_models
+    return (
+        raw is not None and recognise(raw) is None and raw.get("model_type") not in (None, SpecDecPPConfig.model_type)
+    )

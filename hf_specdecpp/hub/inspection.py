@@ -63,8 +63,11 @@ class RepositoryReport:
 
 
 def inspect(repository: Repository) -> RepositoryReport:
-    """Load all files in the repository of an assistant or a draft. Pickles, code and other models are not loaded."""
+    """Load all files of an assistant or a draft, but no pickles, code and other models. `FileNotFoundError` if it has
+    none."""
     folder = repository.folder(PATTERNS)
+    if not any((folder / name).is_file() for name in (CONFIG, *FILES)):
+        raise FileNotFoundError(f"{repository.full_name!r} has no {CONFIG}: it is neither an assistant nor a draft.")
     report, here = RepositoryReport(repository.name, repository.commit(folder / CONFIG)), Repository(str(folder))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

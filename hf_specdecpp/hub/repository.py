@@ -112,9 +112,7 @@ def read_config(path: Path) -> tuple[DraftKind, dict[str, Any]]:
         hint = "To convert a released SpecDec++ head: specdecpp inspect FOLDER --convert OUT."
         if isinstance(found, str) and found in CONFIG_MAPPING_NAMES:
             hint = "It is an ordinary model, which needs no such repository to draft: assist(model, draft)."
-        raise ValueError(
-            f"{path} has model_type {found!r}, not 'specdecpp', so this is not an hf_specdecpp assistant. {hint}"
-        )
+        raise ValueError(f"{path} has model_type {found!r}, not 'specdecpp': this is no hf_specdecpp assistant. {hint}")
     return kind, config
 
 
@@ -124,14 +122,15 @@ class DraftTokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        passed_on = ("cache_dir", "token", "local_files_only")
-        hub_kwargs = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
+        hub_kwargs = {key: kwargs[key] for key in HUB_KWARGS if kwargs.get(key) is not None}
         place = {key: kwargs[key] for key in ("revision", "subfolder") if kwargs.get(key) is not None}
         config = SpecDecPPConfig.from_pretrained(name, **place, **hub_kwargs)
         models = (config.draft_id, config.draft_revision), (config.target_id, config.target_revision)
         model, commit = models[config.draft_id is None]
         if model is None:
-            raise ValueError(
-                f"The config.json of {name!r} names no draft_id and no target_id, so no tokenizer is known."
-            )
-        return load_tokenizer(model, commit, **hub_kwargs)
+            raise ValueError(f"The config.json of {name!r} has no draft_id and no target_id: no tokenizer is known.")
+        try:
+            return load_tokenizer(model, commit, **hub_kwargs)
+        except OSError as error:
+            cure = f"pass assistant_model=SpecDecPPAssistant.from_pretrained({name!r}, model), which needs no tokenizer"
+            raise OSError(f"The tokenizer of {model!r} cannot be loaded. Download it, or {cure}. {error}") from error

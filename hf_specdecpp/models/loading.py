@@ -161,10 +161,8 @@ def special_ids(*configs: Any) -> frozenset[int]:
 
 def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model, from its folder or the local cache; `None` if it cannot be loaded from there."""
-    if not name_or_path:
-        return None
     try:
-        return _load_tokenizer(name_or_path)
+        return _load_tokenizer(name_or_path) if name_or_path else None
     except Exception:  # noqa: BLE001 - without a tokenizer, for whatever reason, nothing is compared
         return None
 
