@@ -112,7 +112,7 @@ def read_config(path: Path) -> tuple[DraftKind, dict[str, Any]]:
         hint = "To convert a released SpecDec++ head: specdecpp inspect FOLDER --convert OUT."
         if isinstance(found, str) and found in CONFIG_MAPPING_NAMES:
             hint = "It is an ordinary model, which needs no such repository to draft: assist(model, draft)."
-        raise ValueError(f"{path} has model_type {found!r}, not 'specdecpp': this is no hf_specdecpp assistant. {hint}")
+        raise ValueError(f"{path} has model_type {found!r}, not 'specdecpp': not an hf_specdecpp assistant. {hint}")
     return kind, config
 
 
