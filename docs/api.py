@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import hf_specdecpp
-from hf_specdecpp.assistant import LoadingOptions, Options
+from hf_specdecpp.assistant import DraftOptions, LoadingOptions, Options
 from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.files import DownloadOptions
 from hf_specdecpp.terminal.listener import Listener
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -27,7 +28,8 @@ NAMES = [
     "assist", "SpecDecPPAssistant", "SpeculationConfig", "SpeculationStats", "AcceptanceHead", "SpecDecPPConfig",
     "SpecDecPPCandidateGenerator",
 ]  # fmt: skip
-BESIDE: list[Any] = [Options, LoadingOptions, Decisions, Listener]  # what those take or give
+OPTIONS = [Options, DraftOptions, LoadingOptions, DownloadOptions]
+BESIDE: list[Any] = [*OPTIONS, Decisions, Listener]  # what those take or give
 METHODS = {
     "SpecDecPPAssistant": [
         "from_pretrained", "from_draft", "from_early_exit", "from_conditioned", "attach", "detach", "as_default",
@@ -52,7 +54,7 @@ def entry(name: str, thing: Any, path: str = "") -> str:
     lines = [f"## {name}", ""]
     if path:
         lines += [f"`{path}`", ""]
-    if thing not in (Options, LoadingOptions, hf_specdecpp.SpecDecPPConfig):  # not called, or as transformers says
+    if thing not in (*OPTIONS, hf_specdecpp.SpecDecPPConfig):  # not called, or as transformers says
         lines += [*signature(name, thing), ""]
     lines += markdown(documentation(thing))
     for member, of in members(thing) if inspect.isclass(thing) else ():

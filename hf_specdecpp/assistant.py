@@ -21,9 +21,9 @@ from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts
 from hf_specdecpp.draft_kinds.known import CONDITIONED, EARLY_EXIT, INDEPENDENT, kind_of, ready_made
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.files import Repository
+from hf_specdecpp.files import DownloadOptions, Repository
 from hf_specdecpp.hub import publishing
-from hf_specdecpp.hub.repository import AUTO_KWARGS, HUB_KWARGS, find_adapter, load_config, load_parts
+from hf_specdecpp.hub.repository import AUTO_KWARGS, find_adapter, load_config, load_parts
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -57,11 +57,16 @@ class Options(TypedDict, total=False):
     merge: bool
 
 
-class LoadingOptions(TypedDict, total=False):
-    """How `from_pretrained` finds and reads files.
+class DraftOptions(Options, DownloadOptions):
+    """Options of `from_draft`: `Options`, and `DownloadOptions` for a draft given by name. Except `revision` and
+    `subfolder` these are also for an adapter given by Hub id."""
+
+
+class LoadingOptions(DownloadOptions, total=False):
+    """How `from_pretrained` finds and reads files: `DownloadOptions` for the assistant's repository, whose token and
+    cache are also those of the draft's repository, and the following.
 
     Attributes:
-        revision, subfolder: of the assistant's repository.
         dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
         draft: a copy of the draft named in the repository, if that cannot be downloaded: a folder, or a model object,
             whose dtype and device stay.
@@ -69,20 +74,13 @@ class LoadingOptions(TypedDict, total=False):
         eagle3: corrections for a published EAGLE-3 draft whose config is incomplete or wrong: `norm_before_residual`,
             `norm_output`, `rope_theta`, `own_embeddings=False` to use the target's, or `reads`, the indices of the
             target's layers whose outputs the draft reads (docs/ready-made.md). `stats.agreement` shows the effect.
-        token, cache_dir, local_files_only, force_download: passed to every download.
     """
 
-    revision: str | None
-    subfolder: str | None
     dtype: torch.dtype | str | None
     device: torch.device | str | None
     draft: CausalLM | str | Path | None
     merge: bool
     eagle3: Any
-    token: str | bool | None
-    cache_dir: str | Path | None
-    local_files_only: bool
-    force_download: bool
 
 
 class SpecDecPPAssistant(AssistantModel):
@@ -97,13 +95,9 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls,
-        repo_or_folder: str | Path,
-        target: CausalLM | None = None,
-        speculation: SpeculationConfig | None = None,
-        default: bool = False,
-        **loading: Unpack[LoadingOptions],
-    ) -> Self:
+        cls, repo_or_folder: str | Path, target: CausalLM | None = None, speculation: SpeculationConfig | None = None,
+        default: bool = False, **loading: Unpack[LoadingOptions],
+    ) -> Self:  # fmt: skip
         """Load draft, adapter, head and settings from a Hub repository or a folder.
 
         Args:
@@ -123,21 +117,17 @@ class SpecDecPPAssistant(AssistantModel):
         check_values({"repo_or_folder": repo_or_folder}, {"repo_or_folder": str | Path}, error=TypeError)
         options: dict[str, Any] = {name: value for name, value in loading.items() if name not in AUTO_KWARGS}
         check_options(options, LoadingOptions, "target", "speculation", "default")
-        revision, subfolder, dtype, device, draft, eagle3 = (
-            options.pop(name, None) for name in ("revision", "subfolder", "dtype", "device", "draft", "eagle3")
-        )
-        merge = options.pop("merge", True)
-        hub_kwargs = {name: options[name] for name in HUB_KWARGS if options.get(name) is not None}
+        dtype, device, draft, eagle3 = map(options.get, ("dtype", "device", "draft", "eagle3"))
         target = None if target is None else causal_lm.base_model(target)
-        repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
+        repository = Repository.of(repo_or_folder, options)
         config = load_config(repository)
         if target is not None:  # before gigabytes are downloaded or read
             check_hash(target, config.vocab_hash, config.target_id)
         if eagle3 is not None:
             kind_of(config).override(config, eagle3)
         head, parts = load_parts(repository, config, draft, target)
-        parts = replace(parts, merge=merge)
-        kind, how = kind_of(config), Loading(draft, target, dtype, device, hub_kwargs)
+        parts = replace(parts, merge=options.get("merge", True))
+        kind, how = kind_of(config), Loading(draft, target, dtype, device, repository.hub_kwargs)
         drafter = None if kind.rests_on == "target" else kind.make(config, parts, how)
         assistant = cls(config, drafter, head, parts, speculation)
         if device is None and (placed := drafter or target) is not None:
@@ -148,7 +138,7 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_draft(
-        cls, draft: CausalLM | str | Path, target: CausalLM | None = None, **options: Unpack[Options]
+        cls, draft: CausalLM | str | Path, target: CausalLM | None = None, **options: Unpack[DraftOptions]
     ) -> Self:
         """Draft with a separate model; `ValueError` if draft, head or vocabulary do not fit.
 
@@ -156,28 +146,28 @@ class SpecDecPPAssistant(AssistantModel):
             draft: a causal LM (also a PEFT model) or a published EAGLE-3, DFlash, DSpark or Gemma 4 draft (such as made
                 by `Eagle3.read`): the object, its Hub id or its folder.
             target: attach to this model; a draft given by name is loaded in the target's dtype and on its device.
+            options: `DraftOptions`; `revision` and `subfolder` only for a draft given by name.
         """
-        if (kind := ready_made(draft)) is None and not isinstance(draft, str | Path):
-            causal_lm.base_model(draft)  # raises where this is no model
-        parts = _parts(options)
+        parts = _parts(options, DraftOptions)
+        is_named = isinstance(draft, str | Path)
+        given: Any = None if is_named else draft
+        source = Repository.of(str(draft) if is_named else "", options)
+        if not is_named:
+            if ready_made(given) is None:
+                causal_lm.base_model(given)  # raises where this is no model
+            if source.revision or source.subfolder:
+                raise TypeError("revision, subfolder: for a draft given by name, not a model object. Leave them out.")
         target = None if target is None else causal_lm.base_model(target)
-        if kind is not None:
-            if parts.adapter is not None or parts.draft_vocab is not None:
-                raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
-            given: Any = None if isinstance(draft, str | Path) else draft
-            repository = Repository("" if given is not None else str(draft))
-            if given is None:
-                config = load_config(repository)
-            else:
-                name, commit = given.config.name_or_path or None, commit_of(given)
-                config = SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit)
-            parts = Parts(module=kind.load(config, repository, given, target))
-            return cls.of_parts(config, None, parts, target, options)
-        drafter = INDEPENDENT.make(SpecDecPPConfig(), parts, Loading(draft, target))
-        model: CausalLM = drafter.model
-        name, commit = model.config.name_or_path or None, commit_of(model)
-        config = SpecDecPPConfig(draft_id=name, draft_revision=commit, **special_tokens(model))
-        return cls.of_parts(config, drafter, parts, target, options)
+        own: Any = {name: value for name, value in options.items() if name in Options.__annotations__}
+        if (kind := ready_made(source if given is None else given)) is None:
+            named = SpecDecPPConfig(draft_id=source.full_name, draft_revision=source.revision)
+            drafter = INDEPENDENT.make(named, parts, Loading(given, target, hub_kwargs=source.hub_kwargs))
+            config = _config_of(drafter.model, INDEPENDENT, **special_tokens(drafter.model))
+            return cls.of_parts(config, drafter, parts, target, own)
+        if parts.adapter is not None or parts.draft_vocab is not None:
+            raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
+        config = load_config(source) if given is None else _config_of(given, kind)
+        return cls.of_parts(config, None, Parts(module=kind.load(config, source, given, target)), target, own)
 
     @classmethod
     def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[Options]) -> Self:
@@ -192,13 +182,9 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_conditioned(
-        cls,
-        target: CausalLM,
-        layers: int | Sequence[int],
-        reads: Sequence[int] = (),
-        fusion: Fusion | None = None,
+        cls, target: CausalLM, layers: int | Sequence[int], reads: Sequence[int] = (), fusion: Fusion | None = None,
         **options: Unpack[Options],
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Draft with some of the target's own layers, which also read its hidden states, and attach to the target.
         `ValueError` if the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
 
@@ -283,18 +269,11 @@ class SpecDecPPAssistant(AssistantModel):
         publishing.save(self.contents(calibration), Path(folder))
 
     def push_to_hub(  # type: ignore[override]
-        self,
-        repo_id: str,
-        calibration: bool = False,
-        *,
-        card: str | None = None,
-        commit_message: str | None = "Upload SpecDec++ assistant",
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
+        self, repo_id: str, calibration: bool = False, *, card: str | None = None,
+        commit_message: str | None = "Upload SpecDec++ assistant", commit_description: str | None = None,
+        private: bool | None = None, token: bool | str | None = None, revision: str | None = None,
         create_pr: bool = False,
-    ) -> CommitInfo:
+    ) -> CommitInfo:  # fmt: skip
         """Upload the files of `save_pretrained`; further arguments are those of transformers' `push_to_hub`.
 
         Args:
@@ -305,21 +284,22 @@ class SpecDecPPAssistant(AssistantModel):
             huggingface_hub errors: not changed.
         """
         return publishing.push(
-            self.contents(calibration),
-            repo_id,
-            card,
-            private,
-            token,
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message,
-            commit_description=commit_description,
-        )
+            self.contents(calibration), repo_id, card, private, token, revision=revision, create_pr=create_pr,
+            commit_message=commit_message, commit_description=commit_description,
+        )  # fmt: skip
 
 
-def _parts(options: Options) -> Parts:
-    check_options(options, Options, "target")
+def _config_of(draft: CausalLM, kind: DraftKind, **fields: Any) -> SpecDecPPConfig:
+    """The config, with these fields, of an assistant that uses the model `draft`."""
+    name, commit = draft.config.name_or_path or None, commit_of(draft)
+    return SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit, **fields)
+
+
+def _parts(options: Any, kind: Any = Options) -> Parts:
+    """The parts among `options`, which are checked to be of `kind`."""
+    check_options(options, kind, "target")
     adapter, vocab = options.get("adapter"), options.get("draft_vocab")
-    folder = None if adapter is None else find_adapter(Repository(str(adapter)), None)
+    place = {**options, "revision": None, "subfolder": None}  # which are the draft's
+    folder = None if adapter is None else find_adapter(Repository.of(adapter, place), None)
     ids = None if vocab is None else torch.as_tensor(vocab)
     return Parts(folder, ids, merge=options.get("merge", True))

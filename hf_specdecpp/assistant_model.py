@@ -154,8 +154,8 @@ class AssistantModel(PreTrainedModel):
                     raise
                 raise ValueError(f"{error} This assistant was made for {made_for!r}, the target is {name!r}.") from None
         elif (model := self.ready_drafter().model) is not None:
-            name, size = model.config.name_or_path, model.config.get_text_config().vocab_size
-            check_same_tokenizer(target, name, size, ids_are_listed=self.parts.draft_vocab is not None)
+            size = model.config.get_text_config().vocab_size
+            check_same_tokenizer(target, model, size, ids_are_listed=self.parts.draft_vocab is not None)
             warn_of_sizes(target, model)
         attached.attach(self, target)
         attached.set_default(self, target, default)
@@ -254,7 +254,7 @@ class AssistantModel(PreTrainedModel):
         if there is one."""
         if self.config.draft_id is None or not isinstance(self.kind, PublishedKind):
             return
-        name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target.config.name_or_path))
+        name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target))
         self.suspect = name if self.kind.is_whole else None
         self.agreement = list(self.drafter.agreement or acceptance.agreement(self.drafter, target, texts))
         log = logger.warning if acceptance.is_wrong(self.agreement) else logger.info

@@ -9,16 +9,16 @@ from typing import Any, cast, overload
 from torch import nn
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant
+from hf_specdecpp.assistant import DraftOptions, LoadingOptions, Options, SpecDecPPAssistant
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.value_checks import check_values, did_you_mean, hints_of
-from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts, raw_config
+from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts
 from hf_specdecpp.draft_kinds.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
+from hf_specdecpp.files import DownloadOptions, Repository, read_fields
 from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.hub.published import advice
-from hf_specdecpp.hub.repository import HUB_KWARGS
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -28,8 +28,8 @@ logger = logging.get_logger("hf_specdecpp")
 AUTO = "auto"
 SETTINGS = {each.name for each in fields(SpeculationConfig)}
 MAKING = {"source": str | Path | None, **hints_of(Options), **hints_of(LoadingOptions)}
-OF_ALL = {"head", "speculation"}  # options of drafts that are named by a word
-WORDS = {AUTO: OF_ALL | {"source"}, MTP.name: OF_ALL | {"source", "local_files_only"}, LOOKUP.name: OF_ALL}
+OF_ALL, OF_DOWNLOADS = {"head", "speculation"}, set(hints_of(DownloadOptions))
+WORDS = {AUTO: OF_ALL | {"source"}, MTP.name: OF_ALL | {"source"} | OF_DOWNLOADS, LOOKUP.name: OF_ALL}  # and options
 KNOWN = SETTINGS | MAKING.keys()
 
 
@@ -61,10 +61,11 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
             `None`: all assistants of the model are detached.
         default: whether calls without `assistant_model=` use the assistant.
         options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, which override those of a
-            repository. Under `rule="throughput"`, rounds in which a lookup is likely to be faster look up instead of
-            drafting (`lookup=True`), unless every round drafts a tree. For a model, also by name, `Options`, such as
-            `adapter`; for other repositories and folders `LoadingOptions`, such as `revision`, or `draft`, a copy of
-            the model that the repository names.
+            repository. `lookup=True` is the default under `rule="throughput"` with a draft that reads the model's
+            states or has its layers, unless every round drafts a tree. For a draft given by name, and for the
+            repository `source` of `"mtp"`, `DownloadOptions`, such as `revision`; for a model, also by name, `Options`,
+            such as `adapter`; for other repositories and folders `LoadingOptions`, such as `draft`, a copy of the model
+            that the repository names.
 
     Returns:
         The assistant, whose `stats` describe the latest `generate()`; `None` for `draft=None`.
@@ -89,7 +90,8 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
     check_values({"default": default, **options}, MAKING, error=TypeError)
     assistant = _made(model, draft, options)
     speculation = replace(assistant.speculation, **settings)
-    if draft is not assistant and speculation.rule == "throughput" and not speculation.draws_trees:
+    chooses = speculation.rule == "throughput" and not speculation.draws_trees
+    if chooses and draft is not assistant and assistant.kind.rests_on == "target":  # which reads prompts fast
         speculation = replace(speculation, **{"lookup": speculation.lookup or True} | settings)
     assistant.speculation = speculation
     if not attached.is_attached(assistant, model):
@@ -120,9 +122,10 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
     word = isinstance(draft, str) and draft in WORDS
     if isinstance(draft, str) and not word:
         _check_name(draft)
-    is_stored = isinstance(draft, str | Path) and not word and not _is_plain_model(draft, options)
+    is_stored = isinstance(draft, str | Path) and not word and not _is_plain_model(Repository.of(draft, options))
     what = f"draft={draft!r}" if word else "a draft from its repository" if is_stored else "a draft that is a model"
-    known = WORDS[draft] if word else {*hints_of(LoadingOptions if is_stored else Options), "speculation"} - {"default"}
+    hints = hints_of(LoadingOptions if is_stored else DraftOptions)
+    known = WORDS[draft] if word else {*hints, "speculation"} - {"default"}
     if others := ", ".join(sorted(options.keys() - known)):
         raise TypeError(f"{others}: not for {what}. Its options are {', '.join(sorted(known))}, and the settings.")
     if draft == AUTO:
@@ -163,12 +166,11 @@ def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
     return assistant
 
 
-def _own_layers(
-    model: CausalLM, source: str | Path | None = None, local_files_only: bool = False, **options: Any
-) -> SpecDecPPAssistant:
+def _own_layers(model: CausalLM, source: str | Path | None = None, **options: Any) -> SpecDecPPAssistant:
     """For `"mtp"`: with the multi-token layers in the repository `source`, by default in the model's own checkpoint."""
     check_target(model, recurrent=True)
-    config, layers = multi_token_layers(model, source, {"local_files_only": True} if local_files_only else None)
+    downloads = {name: options.pop(name) for name in OF_DOWNLOADS & options.keys()}
+    config, layers = multi_token_layers(model, source, downloads)
     return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, cast(Options, options))
 
 
@@ -180,9 +182,7 @@ def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **op
     return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, cast(Options, options))
 
 
-def _is_plain_model(name: str | Path, options: dict[str, Any]) -> bool:
-    """Whether a repository's `config.json`, read with the download `options`, is that of an ordinary causal LM."""
-    raw = raw_config(name, options.get("revision"), {each: options[each] for each in options.keys() & HUB_KWARGS})
-    return (
-        raw is not None and recognise(raw) is None and raw.get("model_type") not in (None, SpecDecPPConfig.model_type)
-    )
+def _is_plain_model(source: Repository) -> bool:
+    """Whether a repository's `config.json` is that of an ordinary causal LM; errors as in `from_pretrained`."""
+    raw = read_fields(source.file("config.json"))
+    return recognise(raw) is None and raw.get("model_type") not in (None, SpecDecPPConfig.model_type)

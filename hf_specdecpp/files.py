@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
@@ -23,6 +23,26 @@ INDEX, SHARDS = "model.safetensors.index.json", "model-*.safetensors"  # weights
 MOST_CONFIG_BYTES, MOST_LEVELS = 2**18, 50
 
 
+class DownloadOptions(TypedDict, total=False):
+    """Where and how a repository is read (`Repository.of`).
+
+    Attributes:
+        revision: branch, tag or commit. A saved assistant names the commit of its draft.
+        subfolder: folder within the repository.
+        token, cache_dir, local_files_only, force_download: passed to every download.
+    """
+
+    revision: str | None
+    subfolder: str | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+    force_download: bool
+
+
+HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
+
+
 @dataclass
 class Repository:
     """A Hub repository or a local folder."""
@@ -31,6 +51,12 @@ class Repository:
     revision: str | None = None  # branch, tag or commit
     subfolder: str | None = None  # folder within the repository
     hub_kwargs: dict[str, Any] = field(default_factory=dict)  # for `hf_hub_download`: `token`, `cache_dir`, ...
+
+    @classmethod
+    def of(cls, name: str | Path, options: Mapping[str, Any]) -> Repository:
+        """The repository `name`, read with the `DownloadOptions` among `options`."""
+        hub_kwargs = {each: options[each] for each in HUB_KWARGS if options.get(each) is not None}
+        return cls(str(name), options.get("revision"), options.get("subfolder"), hub_kwargs)
 
     def __post_init__(self) -> None:
         parts = self.name.split("/")

@@ -277,15 +277,15 @@ def test_settings_replace_those_of_a_draft(target: CausalLM, tmp_path: Path) -> 
 
 
 def test_lookups_are_added_to_drafts_where_the_rule_can_choose(target: CausalLM, tmp_path: Path) -> None:
-    draft = partly_agreeing(target)
-    assert assist(target, draft).speculation.lookup is True
-    for options in ({"lookup": False}, {"rule": "fixed"}, {"rule": "threshold"}, {"tree": "dyspec"}):
-        assert assist(target, draft, **options).speculation.lookup is False
-    made = SpecDecPPAssistant.from_draft(draft, target)
+    assert assist(target, partly_agreeing(target)).speculation.lookup is False, "reads prompts slowly"
+    made = SpecDecPPAssistant.from_early_exit(target, 1)
     assert assist(target, made).speculation.lookup is False, "its settings are the user's"
-    stored = SpecDecPPAssistant.from_early_exit(target, 1)
-    stored.speculation.lookup = "history"
-    stored.save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
+    assert assist(target, tmp_path).speculation.lookup is True
+    for options in ({"lookup": False}, {"rule": "fixed"}, {"rule": "threshold"}, {"tree": "dyspec"}):
+        assert assist(target, tmp_path, **options).speculation.lookup is False
+    made.speculation.lookup = "history"
+    made.save_pretrained(tmp_path)
     assert assist(target, tmp_path).speculation.lookup == "history"
 
 
@@ -339,8 +339,8 @@ def test_errors(target: CausalLM, draft: str, options: dict[str, Any], says: str
 
 
 @pytest.mark.parametrize(("what", "options", "says"), [
-    ("a model", {"dtype": "auto"}, "dtype: not for a draft that is a model. Its options are adapter, draft_vocab, "),
-    ("a model's folder", {"revision": "v1"}, "revision: not for a draft that is a model. Its options are adapter, "),
+    ("a model", {"dtype": "auto"}, "dtype: not for a draft that is a model. Its options are adapter, "),
+    ("a model's folder", {"eagle3": {}}, "eagle3: not for a draft that is a model. Its options are adapter, "),
     ("an assistant's folder", {"adapter": "org/x"}, "adapter: not for a draft from its repository. Its options are c"),
 ])  # fmt: skip
 def test_options_of_other_drafts(what: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.utils import is_sklearn_available, logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants, without_draft
-from hf_specdecpp.choosing import for_command
+from hf_specdecpp.choosing import assist, for_command
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.draft_kinds.known import describe
 from hf_specdecpp.files import differences, read_json, save_text
@@ -116,7 +116,8 @@ def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
     if config.assistant is None or config.lookup:
         assistant = for_command(target, replace(config, assistant=None))
     else:
-        assistant = SpecDecPPAssistant.from_pretrained(config.assistant, target=target, draft=config.draft)
+        copy = {} if config.draft is None else {"draft": config.draft}
+        assistant = assist(target, config.assistant, default=False, **copy)
     chosen: dict[str, Any] = {} if config.cpu_products is None else {"cpu_products": config.cpu_products}
     assistant.speculation = replace(assistant.speculation, **chosen)
     return assistant

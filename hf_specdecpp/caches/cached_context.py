@@ -129,18 +129,34 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
     """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
 
     Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
-    If a layer cannot be cropped (its window moved on, unrecorded), no layer is. At 0 tokens recurrent states are reset.
+    If a layer cannot be cropped (its window moved on, unrecorded), no layer is. At 0 tokens all layers are reset.
     """
     layers: list[Any] = cache.layers
+    for layer in layers:
+        if num_tokens == 0:
+            layer.reset()
+        else:
+            _drop_half(layer, num_tokens)
     surplus = [_surplus(layer, num_tokens) for layer in layers]
     if all(_can_crop(layer) for layer, count in zip(layers, surplus, strict=True) if count > 0):
         for layer, count in zip(layers, surplus, strict=True):
             if count > 0:
                 layer.crop(-count)
-    if num_tokens == 0:
-        for layer in layers:
-            if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
-                layer.reset()
+
+
+def _drop_half(layer: Any, num_tokens: int) -> None:
+    """Drop what an interrupted `update` has added to the keys but not to the values of a layer, or has only counted.
+    `num_tokens`: those before it."""
+    if type(layer) not in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer) or layer.values is None:
+        return
+    rows = layer.values.shape[-2] if layer.values.numel() else 0  # before the first update values have one axis
+    if layer.keys.numel() and layer.keys.shape[-2] > rows:
+        layer.keys = layer.keys[..., :rows, :]
+    if type(layer) is cache_utils.DynamicSlidingWindowLayer:
+        most = layer.sliding_window - 1
+        counted = min(num_tokens, most) + layer.cumulative_length - num_tokens
+        if rows < (counted if layer.record_past else min(counted, most)):
+            layer.cumulative_length = num_tokens
 
 
 def _surplus(layer: Any, num_tokens: int) -> int:

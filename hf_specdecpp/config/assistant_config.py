@@ -79,7 +79,7 @@ class SpecDecPPConfig(PretrainedConfig):
         if self.target_id is None:
             self.target_id = target.config.name_or_path or None
             self.target_revision = commit_of(target)
-            tokenizer = tokenizer_of(target.config.name_or_path)
+            tokenizer = tokenizer_of(target)
             self.vocab_hash = hash_of(tokenizer) if tokenizer is not None else None
 
     @classmethod

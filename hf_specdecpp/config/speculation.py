@@ -61,11 +61,11 @@ class SpeculationConfig:
         reproducible: decisions depend neither on the clock nor on earlier generations, so that a seed repeats a sampled
             output. Nothing learned is kept, costs are given or assumed from the sizes of the models, `tree="auto"`
             drafts chains, and matrix multiplications are PyTorch's own.
-        cpu_products: on a CPU, for large layers of the target and its draft. `"auto"`: matrix multiplications with
-            exact float16 copies of the weights, or oneDNN's packed copies of float32 weights that float16 cannot hold,
-            if they are at least 1.05 times as fast here and take at most a quarter of the free memory; int8 copies
-            of a draft that is a separate model; attention without copies of shared keys and values. The first two
-            round differently. `"off"`: PyTorch's own kernels, without copies.
+        cpu_products: matrix multiplications of large layers of the target and its draft on a CPU. `"auto"`: with exact
+            float16 copies of the weights, or oneDNN's packed copies of float32 weights that float16 cannot hold, if
+            they are at least 1.05 times as fast here and take at most a quarter of the free memory; with int8 copies
+            of a draft that is a separate model. The first two round differently. `"off"`: PyTorch's own kernels,
+            without copies.
         graphs: on CUDA. `"auto"`: capture rounds, or the target's passes, as CUDA graphs where possible
             (`stats.uncaptured` names the reason if not); `"off"`: no graphs.
         compile: compile small parts of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less

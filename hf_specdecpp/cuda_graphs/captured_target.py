@@ -12,14 +12,7 @@ from torch import Tensor
 
 from hf_specdecpp.caches.cached_context import PathRows, num_in_place, width_of
 from hf_specdecpp.caches.masks import Nodes, kept_chain_nodes
-from hf_specdecpp.cuda_graphs.fixed_cache import (
-    Budget,
-    FixedCache,
-    FixedContext,
-    pass_inputs,
-    windows_of,
-    with_rows,
-)
+from hf_specdecpp.cuda_graphs.fixed_cache import Budget, FixedCache, FixedContext, pass_inputs, windows_of, with_rows
 from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture

@@ -66,7 +66,7 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
 def agreements(read: Callable[[Any], Draft], readings: Iterable[Any], target: CausalLM) -> dict[Any, list[float]]:
     """Return, by reading, the `agreement` of the draft that `read(reading)` makes. A reading is one of several possible
     interpretations of a draft's files. `{}` if the target has no tokenizer, or none that fits (`texts_for`)."""
-    texts = texts_for(target, tokenizer_of(target.config.name_or_path))
+    texts = texts_for(target, tokenizer_of(target))
     return {reading: agreement(read(reading), target, texts) for reading in readings} if texts else {}
 
 

@@ -267,14 +267,14 @@ class StoredKind(PublishedKind):
         return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
 
-def raw_config(name: Any, revision: str | None = None, hub_kwargs: dict[str, Any] | None = None) -> Config | None:
-    """Return the config of a folder, Hub id or model object; `None` if there is none or it cannot be read. The error
-    is left to the code that loads the model."""
-    if not isinstance(name, str | Path):
-        config = getattr(name, "config", None)
+def raw_config(draft: Any) -> Config | None:
+    """Return the config of a repository or model object; `None` if there is none or it cannot be read. The error is
+    left to the code that loads the model."""
+    if not isinstance(draft, Repository):
+        config = getattr(draft, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None
     try:
-        return files.read_fields(Repository(str(name), revision, None, hub_kwargs or {}).file("config.json"))
+        return files.read_fields(draft.file("config.json"))
     except (OSError, ValueError):
         return None
 

@@ -154,7 +154,7 @@ class Gemma4Draft(StateDraft):
     session_class, steps_class = SharedSession, SharedSteps
     cannot = {
         "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of a "
-        "batch lie among one another's there. Call generate() once a sequence.",
+        "batch lie among one another's there. Call generate() once a sequence."
     }
 
     def __init__(self, model: CausalLM, target: CausalLM) -> None:

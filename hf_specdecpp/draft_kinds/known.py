@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ def draft_name(config: SpecDecPPConfig) -> str:
 # Drafts. --------------------------------------------------------------------------------------------------------------
 
 
-def ready_made(draft: CausalLM | str | Path) -> PublishedKind | None:
-    """Return the kind of a published draft (model object, folder or Hub id); `None` for other models or assistants."""
+def ready_made(draft: CausalLM | Repository) -> PublishedKind | None:
+    """Return the kind of a published draft (model object or repository); `None` for other models or assistants."""
     for kind in PUBLISHED:
         if kind.model_class is not None and isinstance(draft, kind.model_class):
             return kind
@@ -88,14 +89,15 @@ def ready_made(draft: CausalLM | str | Path) -> PublishedKind | None:
 
 
 def multi_token_layers(
-    target: CausalLM, source: str | Path | None = None, hub_kwargs: dict[str, Any] | None = None
+    target: CausalLM, source: str | Path | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[SpecDecPPConfig, Any]:
-    """Return an assistant's config, and the multi-token layers in the repository `source` (default: the target's own).
+    """Return an assistant's config, and the multi-token layers in the repository `source` (default: the target's own),
+    read with the `DownloadOptions` `options`.
 
     Raises:
         ValueError: the target has no repository, or its repository has no such layers; the message has a remedy.
         OSError, huggingface_hub errors: a file is missing or cannot be downloaded.
     """
-    repository = MTP.repository_of(target, source, hub_kwargs)
+    repository = MTP.repository_of(target, source, options)
     config = published(MTP, repository, repository.commit(repository.file("config.json")))
     return config, MTP.load(config, repository)

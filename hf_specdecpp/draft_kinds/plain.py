@@ -15,10 +15,11 @@ from hf_specdecpp.draft_kinds import pard
 from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts, pinned, raw_config
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.files import Repository
 from hf_specdecpp.models.adapters import add_adapter
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, base_model
 from hf_specdecpp.models.early_exit import early_exit, per_layer
-from hf_specdecpp.models.loading import check_hash, check_named_draft, load_draft, load_model
+from hf_specdecpp.models.loading import check_hash, check_named_draft, load_model
 from hf_specdecpp.serving import Destination, Exported, write_plain_model
 
 
@@ -35,12 +36,22 @@ class Independent(DraftKind):
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
         """Load or take the model. An adapter is merged into a model loaded here, not into a user's model object."""
         chosen, revision = (config.draft_id, config.draft_revision) if how.draft is None else (how.draft, None)
-        if how.target is not None and isinstance(chosen, str | Path):
-            check_named_draft(chosen, revision, how.target, parts.draft_vocab is not None, how.hub_kwargs)
-        mask_token = pard.mask_token_of(raw_config(chosen, revision, how.hub_kwargs) or {})  # before weights are read
-        model = load_draft(chosen, revision, how.target, how.dtype, how.device, how.hub_kwargs)
+        if chosen is None:
+            raise ValueError(
+                "config.json names no draft model (draft_id), so there is nothing to draft with. Write its Hub id "
+                "there, or give the draft: from_pretrained(repo, draft=model_or_folder)."
+            )
+        is_named = isinstance(chosen, str | Path)
+        source: Any = Repository(str(chosen), revision, None, how.hub_kwargs) if is_named else base_model(chosen)
+        raw = raw_config(source) or {}
+        mask_token = pard.mask_token_of(raw)  # before weights are read
+        if how.target is not None and is_named:
+            check_named_draft(source, raw, how.target, parts.draft_vocab is not None)
+        likewise = ("auto", "cpu") if how.target is None else (how.target.dtype, how.target.device)
+        place = how.dtype or likewise[0], how.device or likewise[1]
+        model = (load_model(source, None, *place) if is_named else source).eval()  # dropout would change q
         if parts.adapter is not None:
-            model = add_adapter(model, parts.adapter, merge=isinstance(chosen, str | Path))
+            model = add_adapter(model, parts.adapter, merge=is_named)
         vocab = parts.draft_vocab
         return Drafter(model, vocab) if mask_token is None else pard.ParallelDrafter(model, vocab, mask_token)
 

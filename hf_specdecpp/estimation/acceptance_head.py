@@ -15,7 +15,7 @@ from hf_specdecpp.estimation import estimators
 from hf_specdecpp.estimation.estimators import LAGS, MODES, DraftStep, scalar_features
 
 # Bounds, because sizes come from the config of a downloaded repository.
-MOST_BLOCKS, MOST_POSITIONS = 64, 1024
+MOST_BLOCKS, MOST_POSITIONS, MOST_SIZE = 64, 1024, 2**20
 
 
 @dataclass
@@ -79,7 +79,7 @@ class AcceptanceHead(nn.Module):
         tied: whether the blocks share one weight matrix, as in the released SpecDec++ code.
         inputs: `"after"`, `"before"` or `"path"`: the draft has read the candidate, it has drawn it, or neither.
         embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
-        rank: width of the correction (`"before"`).
+        rank: width of the correction (`"before"`). Sizes and widths are from 1 to 2**20.
         siblings: number of siblings per node in the training data (`"before"`), `None` if unknown. In wider trees the
             sibling scalars of further siblings are capped there, because the network does not extrapolate.
         calibration: keyword arguments of `Calibration`, for `"sampled"` and for `"greedy"` targets.
@@ -92,30 +92,24 @@ class AcceptanceHead(nn.Module):
     is_published = False
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_blocks: int = 3,
-        tied: bool = False,
-        inputs: str = "after",
-        embedding_size: int | None = None,
-        rank: int = 64,
-        siblings: int | None = None,
+        self, hidden_size: int, num_blocks: int = 3, tied: bool = False, inputs: str = "after",
+        embedding_size: int | None = None, rank: int = 64, siblings: int | None = None,
         calibration: dict[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if inputs not in LAGS:
             raise ValueError(f"inputs={inputs!r} must be one of {', '.join(LAGS)}: when the head sees a candidate.")
-        if siblings is not None and not 1 <= siblings <= MOST_POSITIONS:
-            raise ValueError(f"siblings={siblings} must be from 1 to {MOST_POSITIONS}: a head is fitted on candidates.")
-        if hidden_size < 1 or rank < 1 or not 0 <= num_blocks <= MOST_BLOCKS:
-            raise ValueError(
-                f"hidden_size={hidden_size} and rank={rank} must be at least 1, num_blocks={num_blocks} from 0 to "
-                f"{MOST_BLOCKS}."
-            )
+        embedding_size = hidden_size if embedding_size is None else embedding_size
+        sizes = {"hidden_size": hidden_size, "embedding_size": embedding_size, "rank": rank}
+        limits = {name: (value, 1, MOST_SIZE) for name, value in sizes.items()}
+        limits["num_blocks"] = num_blocks, 0, MOST_BLOCKS
+        limits["siblings"] = 1 if siblings is None else siblings, 1, MOST_POSITIONS
+        for name, (value, least, most) in limits.items():
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name}={value!r} must be a whole number from {least} to {most}.")
         num_blocks = 0 if inputs == "path" else num_blocks
         self.hidden_size, self.num_blocks, self.tied, self.inputs = hidden_size, num_blocks, tied, inputs
-        self.embedding_size = embedding_size or hidden_size
-        self.rank, self.siblings = rank, siblings
+        self.embedding_size, self.rank, self.siblings = embedding_size, rank, siblings
         self.calibration = {mode: Calibration(**values) for mode, values in (calibration or {}).items()}
         if unknown := sorted(set(self.calibration) - set(MODES)):
             raise ValueError(f"calibration has {unknown}; it knows {' and '.join(MODES)} targets.")
@@ -130,10 +124,10 @@ class AcceptanceHead(nn.Module):
             self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
             from_scalars = nn.Linear(32, 1)
             self.from_scalars = nn.Sequential(nn.Linear(estimators.NUM_SCALARS, 32), nn.SiLU(), from_scalars)
-            most = torch.full((estimators.NUM_SCALARS,), math.inf)  # upper bounds of the scalars
+            bounds = torch.full((estimators.NUM_SCALARS,), math.inf)  # upper bounds of the scalars
             if siblings is not None:
-                most[estimators.SIBLING_MASS], most[estimators.NUM_SIBLINGS] = float(siblings > 1), siblings - 1
-            self.register_buffer("most", most, persistent=False)
+                bounds[estimators.SIBLING_MASS], bounds[estimators.NUM_SIBLINGS] = float(siblings > 1), siblings - 1
+            self.register_buffer("most", bounds, persistent=False)
             starts_at_zero.append(from_scalars)
         for layer in starts_at_zero:
             nn.init.zeros_(layer.weight)

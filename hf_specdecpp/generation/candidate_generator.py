@@ -71,14 +71,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     """
 
     def __init__(
-        self,
-        setup: DraftSetup,
-        generation_config: GenerationConfig,
-        logits_processor: Sequence[LogitsProcessor] | None = None,
-        attention_mask: Tensor | None = None,
-        *,
+        self, setup: DraftSetup, generation_config: GenerationConfig,
+        logits_processor: Sequence[LogitsProcessor] | None = None, attention_mask: Tensor | None = None, *,
         target: CausalLM,
-    ) -> None:
+    ) -> None:  # fmt: skip
         setup.check()
         self.setup, self.vocab_size = setup, num_logits(target)
         self._target, self._generation_config = target, generation_config

@@ -55,6 +55,7 @@ class RoundResult:
     raw: Tensor  # logits before processing; `scores` unless `output_logits` is set
     rows: list[int] | None = None  # of a tree: the root's and the accepted nodes' rows in the pass
     ended: bool | None = None  # if stopping criteria were already called: whether the sequence has ended
+    ids: Tensor | None = None  # then also the sequence with these tokens, as processors and criteria have left it
     waited: float = 0.0  # seconds of waiting for the device, including the rest of the target's pass
 
 
@@ -68,6 +69,7 @@ class OutputText:
         before: length before the latest round.
         finished: whether the sequence has ended.
         goes_on: whether tokens follow its end, as in the rows of a batch without padding; `False` by default.
+        is_rewritten: whether a stopping criterion has written another last token over that of the latest round.
         end_length: length at which the sequence ends, as far as known; at first the maximum length.
         waits: whether a read from its device waits for all queued work.
         records: scores, logits, hidden states and attentions for `return_dict_in_generate`.
@@ -80,15 +82,11 @@ class OutputText:
     states: Tensor | None = None
 
     def __init__(
-        self,
-        target: CausalLM,
-        generator: SpecDecPPCandidateGenerator,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        streamer: BaseStreamer | None = None,
-    ) -> None:
+        self, target: CausalLM, generator: SpecDecPPCandidateGenerator, criteria: StoppingCriteriaList,
+        config: GenerationConfig, streamer: BaseStreamer | None = None,
+    ) -> None:  # fmt: skip
         self.generator, self.stats, self.streamer = generator, generator.stats, streamer
-        self.finished = self.goes_on = False
+        self.finished = self.goes_on = self.is_rewritten = False
         self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
         # Length and EOS criteria are checked on the host once per round; any other criterion is called for each token.
         lengths = [c.max_length for c in criteria if class_of(c) is MaxLengthCriteria]
@@ -145,6 +143,8 @@ class OutputText:
                 [torch.tensor([emitted], device="cpu"), torch.tensor(rows, device="cpu")], self.ids.device
             )
             path, self._ids = PathRows(rows, on_device), torch.cat((self.ids, new_ids), dim=1)
+        if result.ids is not None:
+            self._ids, self._further = result.ids, []
         self.finished = bool(result.ended)
         if result.ended is None:
             ids = None if self.all_simple else self.ids
@@ -152,6 +152,8 @@ class OutputText:
         self.length = self.before + kept
         if kept < len(emitted):
             self._ids = self.ids[:, : self.length]
+        if self.is_rewritten:
+            result.path = result.path[: kept - 1]
         return Emitted(kept, path)
 
     def end(self) -> None:
@@ -168,8 +170,10 @@ class OutputText:
         """How many of the `emitted` tokens are kept, and whether the sequence then ends. With all of them it has
         `length` tokens, which are in `ids` `[1, length]` unless `all_simple`. Records the scores of the kept ones.
 
-        If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`.
+        If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`. If one writes another last
+        token to `ids`, which the target reads next, no later token is kept (`is_rewritten`).
         """
+        self.is_rewritten = False
         before = length - len(emitted)
         kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
         if kept >= room or not self.eos.isdisjoint(emitted):
@@ -186,6 +190,9 @@ class OutputText:
                 self.end_length = min(self.end_length, before + i + 1)
                 if not self.goes_on:
                     return i + 1, True
+            if int(ids[0, before + i]) != emitted[i]:
+                self.is_rewritten = True
+                return i + 1, False
         return kept, finished
 
     # Verification. --------------------------------------------------------------------------------------------------
@@ -354,14 +361,14 @@ class Walk:
             self._path.append(child)
         ids = None if text.all_simple else self.ids
         _, self.ended = text.first_stop(self.ids.shape[1], [token], scores[None], raw[None], ids)
-        self.node = None if self.ended else child
+        self.node = None if self.ended or text.is_rewritten else child
 
     @property
     def result(self) -> RoundResult:
         """The tokens chosen so far, as the round's result."""
         rows, is_chain = self.tree_pass.rows, isinstance(self.tree_pass.tree, Chain)
         taken = None if is_chain else [rows[node] for node in (0, *self._path)]
-        return RoundResult(self._path, self._emitted, NO_SCORES, NO_SCORES, taken, ended=self.ended)
+        return RoundResult(self._path, self._emitted, NO_SCORES, NO_SCORES, taken, self.ended, self.ids)
 
 
 class Emitted(NamedTuple):

@@ -111,6 +111,8 @@ class RankText(OutputText):
         if self.ranks.is_first:
             with self.ranks.reporting_failure():
                 kept, finished = super().first_stop(length, emitted, scores, raw, ids)
+                if self.is_rewritten:
+                    emitted = [*emitted[: kept - 1], int(self.ids[0, self.before + kept - 1])]
             self.ranks.send([int(finished), kept, *emitted])
             return kept, finished
         kept, finished = self.ranks.outcome

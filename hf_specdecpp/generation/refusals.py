@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
@@ -214,6 +215,14 @@ def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str,
     return inputs.get("position_ids") is not None
 
 
+def check_processors(processors: Iterable[Any]) -> None:
+    """Raise the `ValueError` of plain `generate()` for processors that take more than token ids and scores."""
+    nothing: Any = None
+    for each in processors:
+        if len(signature(each.__call__).parameters) > 2:
+            LogitsProcessorList([each])(nothing, nothing)
+
+
 def check_prompt(outputs: Any) -> None:
     """Raise `LateRefusalError` if the cache in the prompt's `outputs` cannot be rolled back."""
     try:
@@ -231,12 +240,9 @@ def check_for_one(streamer: Any, has_trees: bool) -> None:
 
 
 def check_batch(
-    target: CausalLM,
-    model_kwargs: dict[str, Any],
-    config: GenerationConfig,
-    processors: Iterable[LogitsProcessor],
+    target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig, processors: Iterable[LogitsProcessor],
     criteria: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Raise `ValueError` for unsupported batches. Runs before the first forward pass."""
     if in_order := [each for each in (*processors, *criteria) if remembers(each)]:
         raise ValueError(

@@ -203,7 +203,7 @@ class DraftSetup:
         if not in_int8 and self.drafter.model is not None:
             models += self.drafter.parts
         return FasterProducts(
-            *(models if self.speculation.cpu_products == "auto" else []),
+            *models,
             copies=self.copies if uses_copies else None,
             draft=self.drafter.parts,
             target=target,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
@@ -26,8 +26,9 @@ from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, cache_argument
 from hf_specdecpp.models.checks import frequency_changes
-from hf_specdecpp.models.cpu.grouped_attention import HALF, separate_queries
+from hf_specdecpp.models.cpu.grouped_attention import computes_in_half, separate_queries
 from hf_specdecpp.models.foreign import ForeignPasses
+from hf_specdecpp.sampling.processors import extend
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 
 logger: Any = logging.get_logger("hf_specdecpp")
@@ -60,7 +61,7 @@ class TargetContext:
         changes: lengths at which rotary frequencies change; no pass may cross one.
     """
 
-    width = 0
+    width, _read = 0, torch.empty(1, 0)
 
     def __init__(self, target: CausalLM, model_kwargs: dict[str, Any]) -> None:
         self.target, self.model_kwargs = target, model_kwargs
@@ -73,7 +74,7 @@ class TargetContext:
         self.changes = frequency_changes(target.config.get_text_config(decoder=True))
         self._device = causal_lm.input_device(target)  # stored, because finding the device is slow
         # Models with their own method may read values of a 4-D mask, so `NO_MASK` is not for them.
-        self.makes_usual_inputs = has_usual_inputs(target)
+        self.makes_usual_inputs = causal_lm.has_usual_inputs(target)
         self._padding: int | None = None  # tokens without a position
 
     @property
@@ -139,10 +140,9 @@ class TargetContext:
         token of `input_ids` `[1, length]` and the candidates. With `has_mask` the caller makes the mask."""
         self.cached.begin_round()
         count = len(candidates)
-        tokens = input_ids
-        if count:
-            tokens = torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)
+        tokens = self._as_read(extend(input_ids, candidates) if count else input_ids, count + 1)
         self.width = self.cached.pending + count + 1
+        self._read = tokens[:, -self.width :]
         if self._spare <= count:  # all candidates may be accepted, and a token follows
             # Columns are made for many rounds at once, and each round takes a slice.
             self._spare = max(count + 1, COLUMNS_AHEAD)
@@ -165,8 +165,7 @@ class TargetContext:
         inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
         ancestors, depths = ancestors.to(self._device), depths.to(self._device)
-        shown = self.shown if self.is_masked else None
-        mask = tree_mask(self.target, self.cached.cache, ancestors, depths, self.cached.num_tokens, shown)
+        mask = tree_mask(self.target, self.cached.cache, ancestors, depths, self.cached.num_tokens, self.shown)
         return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
@@ -198,20 +197,22 @@ class TargetContext:
         own = {cache_argument(self.target): cache}
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
+    def _as_read(self, tokens: Tensor, after: int) -> Tensor:
+        """`tokens` `[1, length]` with the pending ones, before the `after` last ones, as the latest pass read them:
+        processors may have written others to the sequence."""
+        begin = tokens.shape[1] - after - (pending := self.cached.pending)
+        parts = tokens[:, :begin], self._read[:, :pending], tokens[:, begin + pending :]
+        return torch.cat(parts, dim=1) if pending else tokens
+
     def read_pending(self, input_ids: Tensor) -> None:
         """Read pending tokens at the end of `input_ids` `[1, length]`, so that the cache can be reused."""
         if pending := self.cached.pending:
             kwargs = without_last(self.model_kwargs, 1)
             inputs = self.target.prepare_inputs_for_generation(
-                input_ids[:, :-1], next_sequence_length=pending, is_first_iteration=False, **kwargs
+                self._as_read(input_ids[:, :-1], 0), next_sequence_length=pending, is_first_iteration=False, **kwargs
             )
             self.target(**inputs, return_dict=True)
             self.cached.commit(pending, of=pending)
-
-
-def has_usual_inputs(target: CausalLM) -> bool:
-    """Whether the model uses transformers' own `prepare_inputs_for_generation`."""
-    return type(target).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
 def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
@@ -320,7 +321,7 @@ class SingleTarget(TargetSide):
             inputs = context.tree_inputs(input_ids, each.rows)
         work, clock = self.work_clock(), time.perf_counter()
         forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
-        with separate_queries() if self.model.dtype in HALF and not context.is_masked else nullcontext():
+        with separate_queries() if computes_in_half(self.model) and not context.is_masked else nullcontext():
             each.outputs = forward(**inputs, return_dict=True)
         each.width = context.width
         if self.device.type == "cpu":
@@ -395,6 +396,5 @@ class SingleTarget(TargetSide):
             stop_recording(self.context.cache)  # the cache can be reused
 
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
-        if not self.config.return_dict_in_generate:
-            return self.text.ids
-        return self.text.records.output(self.text.ids, self.context.cache)
+        ids, asked = self.text.ids, self.config.return_dict_in_generate
+        return self.text.records.output(ids, self.context.cache) if asked else ids

@@ -63,8 +63,7 @@ class RepositoryReport:
 
 
 def inspect(repository: Repository) -> RepositoryReport:
-    """Load all files of an assistant or a draft, but no pickles, code and other models. `FileNotFoundError` if it has
-    none."""
+    """Load the files of an assistant or a draft, but no pickles, code or other models; `FileNotFoundError` if none."""
     folder = repository.folder(PATTERNS)
     if not any((folder / name).is_file() for name in (CONFIG, *FILES)):
         raise FileNotFoundError(f"{repository.full_name!r} has no {CONFIG}: it is neither an assistant nor a draft.")

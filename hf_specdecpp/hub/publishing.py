@@ -95,13 +95,9 @@ def save(contents: Contents, folder: Path) -> None:
 
 
 def push(
-    contents: Contents,
-    repo_id: str,
-    card: str | None = None,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    **commit: Any,
-) -> CommitInfo:
+    contents: Contents, repo_id: str, card: str | None = None, private: bool | None = None,
+    token: str | bool | None = None, **commit: Any,
+) -> CommitInfo:  # fmt: skip
     """Upload the assistant's repository to the Hub. An existing model card is kept, unless `card` has a new one.
 
     A local target is named without its parent folders. `commit`: arguments of `huggingface_hub.upload_folder`.

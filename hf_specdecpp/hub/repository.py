@@ -29,7 +29,6 @@ from hf_specdecpp.models.loading import load_tokenizer
 CONFIG, CARD, ADAPTER_FOLDER = "config.json", "README.md", "adapter"
 HEAD, DRAFT_VOCAB = "acceptance_head.safetensors", "draft_vocab.safetensors"
 
-HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
 # Arguments that Auto classes and pipelines add to calls of `from_pretrained`; assistants ignore them.
 AUTO_KWARGS = ("config", "trust_remote_code", "adapter_kwargs", "_from_auto", "_from_pipeline", "_commit_hash")
 
@@ -122,15 +121,14 @@ class DraftTokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        hub_kwargs = {key: kwargs[key] for key in HUB_KWARGS if kwargs.get(key) is not None}
-        place = {key: kwargs[key] for key in ("revision", "subfolder") if kwargs.get(key) is not None}
-        config = SpecDecPPConfig.from_pretrained(name, **place, **hub_kwargs)
+        repository = Repository.of(name, kwargs)
+        config = load_config(repository)
         models = (config.draft_id, config.draft_revision), (config.target_id, config.target_revision)
         model, commit = models[config.draft_id is None]
         if model is None:
             raise ValueError(f"The config.json of {name!r} has no draft_id and no target_id: no tokenizer is known.")
         try:
-            return load_tokenizer(model, commit, **hub_kwargs)
+            return load_tokenizer(Repository(model, commit, None, repository.hub_kwargs))
         except OSError as error:
             cure = f"pass assistant_model=SpecDecPPAssistant.from_pretrained({name!r}, model), which needs no tokenizer"
             raise OSError(f"The tokenizer of {model!r} cannot be loaded. Download it, or {cure}. {error}") from error

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from transformers import GenerationConfig, Pipeline, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, Pipeline, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 # A `PreTrainedModel` with `GenerationMixin` and an LM head. `Any`, because the annotations of `PreTrainedModel` lack
@@ -185,6 +185,11 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
             module.training = True
         for attributes, name, value in left:
             attributes[name] = value
+
+
+def has_usual_inputs(model: CausalLM) -> bool:
+    """Whether the model uses transformers' own `prepare_inputs_for_generation`."""
+    return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
 def cache_argument(model: CausalLM) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from hf_specdecpp.files import Repository, Weights, found, read_fields, read_json
-from hf_specdecpp.models.causal_lm import CausalLM, base_model
+from hf_specdecpp.files import Repository, Weights, found, read_json
+from hf_specdecpp.models.causal_lm import CausalLM
 
 
 @contextmanager
@@ -45,32 +46,11 @@ def show_bars() -> None:
         logging.enable_progress_bar()
 
 
-def load_draft(
-    draft: CausalLM | str | Path | None, revision: str | None, target: CausalLM | None,
-    dtype: Any = None, device: Any = None, hub_kwargs: dict[str, Any] | None = None,
-) -> CausalLM:  # fmt: skip
-    """A draft in eval mode: a model without its wrappers, or one loaded by name (default dtype, device: the target's).
-
-    Raises:
-        ValueError: `draft` is `None`, or the model cannot be loaded.
-        OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
-    """
-    if draft is None:
-        raise ValueError(
-            "config.json names no draft model (draft_id), so there is nothing to draft with. Write its Hub id there, "
-            "or give the draft: from_pretrained(repo, draft=model_or_folder)."
-        )
-    if not isinstance(draft, str | Path):
-        return base_model(draft).eval()  # dropout would change the draft's distribution
-    likewise = ("auto", "cpu") if target is None else (target.dtype, target.device)
-    dtype, device = dtype or likewise[0], device or likewise[1]
-    return load_model(draft, revision, dtype, device, **(hub_kwargs or {}))
-
-
 def load_model(
-    name: str | Path, revision: str | None = None, dtype: Any = "auto", device: Any = "cpu", **hub_kwargs: Any
+    name: str | Path | Repository, revision: str | None = None, dtype: Any = "auto", device: Any = "cpu"
 ) -> CausalLM:
-    """A causal LM in eval mode from the Hub or a local folder. `org/repo/folder` is a folder of a repository.
+    """A causal LM in eval mode from the Hub or a local folder, with its commit in the config. `org/repo/folder` is a
+    folder of a repository; a `Repository` has a revision of its own.
 
     Raises:
         ValueError: the files are damaged or inconsistent, or name code that would be run.
@@ -78,15 +58,16 @@ def load_model(
         OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
         ImportError: a package that the model needs is missing.
     """
-    source = Repository(str(name), revision, None, hub_kwargs)
+    source = name if isinstance(name, Repository) else Repository(str(name), revision)
     if not source.is_local:
         with found(source.full_name):
             validate_repo_id(source.name)
-    _check_config(source)
+    commit = _check_config(source)
+    source = replace(source, revision=commit or source.revision)
     try:
         model: CausalLM = AutoModelForCausalLM.from_pretrained(
-            source.name, revision=revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-            subfolder=source.subfolder or "", **hub_kwargs,
+            source.name, revision=source.revision, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+            subfolder=source.subfolder or "", **source.hub_kwargs,
         )  # fmt: skip
     except (OSError, ImportError, torch.OutOfMemoryError):
         raise
@@ -95,23 +76,26 @@ def load_model(
             f"{source.full_name!r} cannot be loaded as a model: {type(error).__name__}: {str(error)[:600]} Its files "
             "are damaged or do not go together, or a newer transformers reads them. Download it again, or upgrade."
         ) from error
-    model.config.name_or_path = source.full_name
+    model.config.name_or_path, model.config._commit_hash = source.full_name, commit
+    model.__dict__[SOURCE] = replace(source, hub_kwargs={"cache_dir": source.hub_kwargs.get("cache_dir")})
     return model.to(device).eval()
 
 
-def _check_config(source: Repository) -> None:
-    """Raise `ValueError` for a config that names code on the Hub, or has more layers than the files have tensors."""
+def _check_config(source: Repository) -> str | None:
+    """The commit of a model's config, if known. `ValueError` for one that names code on the Hub, or has more layers
+    than the files have tensors."""
     try:
         path = source.file("config.json")
     except LocalEntryNotFoundError:  # transformers' error would advise to check the connection
         raise
     except OSError:  # transformers raises a better error
-        return
+        return None
+    commit = source.commit(path)
     try:
         parts: list[Any] = [read_json(path)]
         most = len(Weights.of(source))
     except (OSError, ValueError):
-        return
+        return commit
     for part in parts:  # the list grows
         parts += [inner for inner in (part.values() if isinstance(part, dict) else ()) if isinstance(inner, dict)]
         for field, value in part.items() if isinstance(part, dict) else ():
@@ -125,12 +109,14 @@ def _check_config(source: Repository) -> None:
                     f"The config.json of {source.name!r} has {field}={value!r}, code that transformers would fetch and "
                     "run. If you trust it, load the model yourself, and give the object in the place of its name."
                 )
+    return commit
 
 
-def load_tokenizer(name: str, revision: str | None = None, **hub_kwargs: Any) -> PreTrainedTokenizerBase:
-    source = Repository(name)
-    place = {"subfolder": source.subfolder} if source.subfolder else {}
-    return AutoTokenizer.from_pretrained(source.name, revision=revision, trust_remote_code=False, **place, **hub_kwargs)
+def load_tokenizer(name: str | Repository, revision: str | None = None) -> PreTrainedTokenizerBase:
+    source = name if isinstance(name, Repository) else Repository(name, revision)
+    place: dict[str, Any] = {"revision": source.revision, **source.hub_kwargs}
+    place |= {"subfolder": source.subfolder} if source.subfolder else {}
+    return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False, **place)
 
 
 def load_model_config(name: str) -> Any:
@@ -142,6 +128,7 @@ def load_model_config(name: str) -> Any:
 
 
 PADDING = 1024  # maximum number of unused rows of a token table
+SOURCE = "_specdecpp_source"  # attribute of models loaded here: their `Repository`, without a token
 
 
 def hash_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -159,38 +146,44 @@ def special_ids(*configs: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
-def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(model: CausalLM | Repository) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model, from its folder or the local cache; `None` if it cannot be loaded from there."""
+    source = source_of(model)
+    if not source.name:
+        return None
     try:
-        return _load_tokenizer(name_or_path) if name_or_path else None
+        return _load_tokenizer(source.full_name, source.revision, source.hub_kwargs.get("cache_dir"))
     except Exception:  # noqa: BLE001 - without a tokenizer, for whatever reason, nothing is compared
         return None
 
 
+def source_of(model: CausalLM | Repository) -> Repository:
+    """The repository of a model: that from which it was loaded here, or by its name."""
+    if isinstance(model, Repository):
+        return model
+    return vars(model).get(SOURCE) or Repository(model.config.name_or_path)
+
+
 @lru_cache(maxsize=16)
-def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(name: str, revision: str | None, cache_dir: str | Path | None) -> PreTrainedTokenizerBase:
     # A separate function, so that failures are not cached: the tokenizer may be downloaded at any time.
-    return load_tokenizer(name_or_path, local_files_only=True)
+    return load_tokenizer(Repository(name, revision, None, {"cache_dir": cache_dir, "local_files_only": True}))
 
 
-def check_named_draft(
-    name: str | Path, revision: str | None, target: CausalLM, ids_are_listed: bool, hub_kwargs: dict[str, Any]
-) -> None:
-    """`check_same_tokenizer` for a draft given by name, before its weights are downloaded or read. May download its
-    tokenizer to the local cache. Missing files raise no error here, but when the draft is loaded."""
-    source = Repository(str(name), revision, None, hub_kwargs)
-    size: Any = None
-    with suppress(OSError, ValueError):
-        raw = read_fields(source.file("config.json"))
-        inner = raw.get("text_config")
-        size = raw.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
-    if tokenizer_of(source.full_name) is None:  # so download it into the local cache
+def check_named_draft(source: Repository, raw: Mapping[str, Any], target: CausalLM, ids_are_listed: bool) -> None:
+    """`check_same_tokenizer` for a draft given by name, with the config `raw`, before its weights are downloaded or
+    read. May download its tokenizer to the local cache. A missing one raises no error."""
+    inner = raw.get("text_config")
+    size = raw.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    if tokenizer_of(source) is None:  # so download it into the local cache
         with suppress(Exception):  # loading the model raises the error
-            load_tokenizer(source.full_name, revision, **hub_kwargs)
-    check_same_tokenizer(target, source.full_name, size if type(size) is int else None, ids_are_listed)
+            load_tokenizer(source)
+    check_same_tokenizer(target, source, size if type(size) is int else None, ids_are_listed)
 
 
-def check_same_tokenizer(target: CausalLM, name: str, size: int | None, ids_are_listed: bool = False) -> None:
+def check_same_tokenizer(
+    target: CausalLM, draft: CausalLM | Repository, size: int | None, ids_are_listed: bool = False
+) -> None:
     """Raise `ValueError` if draft and target use some ids for different tokens, or if the draft has less than half as
     many ids as the target.
 
@@ -198,10 +191,11 @@ def check_same_tokenizer(target: CausalLM, name: str, size: int | None, ids_are_
     memory), only the numbers of ids are compared (here and in `warn_of_sizes`).
 
     Args:
-        name, size: the draft's name or path, and its number of token ids, `None` if unknown.
+        draft, size: the draft or its repository, and its number of token ids, `None` if unknown.
         ids_are_listed: whether `draft_vocab` lists the ids that the draft proposes, so that few are enough.
     """
-    target_name, most = target.config.name_or_path, target.config.get_text_config().vocab_size
+    target_name, name = target.config.name_or_path, source_of(draft).full_name
+    most = target.config.get_text_config().vocab_size
     if target_name and target_name == name:
         return
     if size is not None and 2 * size < most and not ids_are_listed:
@@ -211,7 +205,7 @@ def check_same_tokenizer(target: CausalLM, name: str, size: int | None, ids_are_
             "propose most of them. Use a draft of the target's own family. If the ids do mean the same to both models, "
             f"list them: assist(model, draft, draft_vocab=range({size}))."
         )
-    ours, theirs = tokenizer_of(target_name), tokenizer_of(name)
+    ours, theirs = tokenizer_of(target), tokenizer_of(draft)
     by_id = {index: token for token, index in _regular(ours).items()}
     pairs = [(index, by_id.get(index, token), token) for token, index in _regular(theirs).items()]
     if different := [each for each in pairs if each[1] != each[2]]:
@@ -226,9 +220,8 @@ def check_same_tokenizer(target: CausalLM, name: str, size: int | None, ids_are_
 
 def warn_of_sizes(target: CausalLM, draft: CausalLM) -> None:
     """Warn if target and draft have different numbers of token ids and a tokenizer is missing."""
-    names = [model.config.name_or_path for model in (target, draft)]
     sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-    if sizes[0] == sizes[1] or None not in map(tokenizer_of, names):
+    if sizes[0] == sizes[1] or None not in map(tokenizer_of, (target, draft)):
         return
     means = "is more than padding explains, so they hardly use the same tokenizer"
     if abs(sizes[0] - sizes[1]) <= PADDING:
@@ -254,7 +247,7 @@ def outside(size: int | None, target: CausalLM) -> str | None:
 
 def check_hash(target: CausalLM, expected: str | None, trained_for: str | None) -> None:
     """Raise `ValueError` if the hash of the target's tokenizer is not `expected`. Unknown hashes raise no error."""
-    tokenizer = tokenizer_of(target.config.name_or_path)
+    tokenizer = tokenizer_of(target)
     if expected is None or tokenizer is None or hash_of(tokenizer) == expected:
         return
     raise ValueError(

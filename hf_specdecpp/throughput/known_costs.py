@@ -243,7 +243,7 @@ class RoundTimes:
         self._drafting = drafting if drafting is not None and drafting.read <= MOST_READ else None
 
     def end(self, length: int, width: int) -> None:
-        """Called after a round: record its times. `length`: the sequence's before; `width`: the pass's, with dummies."""
+        """Called after a round: record its times. `length`: the sequence's before; `width`: the pass's with dummies."""
         kind = length_class(length)
         self.passes[kind][width].append(self.clock() - self._drafted)
         if self._drafting is not None and self._drafting.steps:

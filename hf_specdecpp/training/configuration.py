@@ -14,6 +14,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.config.value_checks import check_types, did_you_mean, with_checked_names
 from hf_specdecpp.draft_kinds.draft_kind import DraftKind
 from hf_specdecpp.draft_kinds.known import kind_to_train, ready_made
+from hf_specdecpp.files import Repository
 from hf_specdecpp.provenance import public_name
 from hf_specdecpp.texts.sampling import Sampling
 
@@ -247,7 +248,7 @@ class TrainingConfig(Section):
     def find_ready_made(self) -> None:
         """If `draft` is the repository of a published draft, set `distill.start_from` to the repository, `draft` to the
         name of its kind, and `distill.enabled` to `False`."""
-        if self.independent_draft is not None and (found := ready_made(self.independent_draft)) is not None:
+        if self.independent_draft is not None and (found := ready_made(Repository(self.independent_draft))) is not None:
             self.distill = replace(self.distill, enabled=False, start_from=self.draft)
             self.draft = found.name
 

@@ -122,11 +122,7 @@ class HeadTrainer(Trainer):
         return self.optimizer
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if self.options.inputs != "after":
             hidden = F.dropout(inputs["hidden"].float(), self.options.dropout, training=model.training)

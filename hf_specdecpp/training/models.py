@@ -82,7 +82,7 @@ def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], Cau
     if config.independent_draft is None:
         return early_exit(target, layers_of(config, target))
     draft = load(config.independent_draft)
-    loading.check_same_tokenizer(target, draft.config.name_or_path, draft.config.get_text_config().vocab_size)
+    loading.check_same_tokenizer(target, draft, draft.config.get_text_config().vocab_size)
     loading.warn_of_sizes(target, draft)
     return draft
 
@@ -237,7 +237,7 @@ def always_kept(target: CausalLM) -> list[int]:
     """The target's end-of-sequence ids, and the special tokens that its chat template puts around an answer."""
     ends = [target.generation_config.eos_token_id, target.config.get_text_config(decoder=True).eos_token_id]
     kept = {token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None}
-    tokenizer = loading.tokenizer_of(target.config.name_or_path)
+    tokenizer = loading.tokenizer_of(target)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         kept.add(tokenizer.eos_token_id)
     if tokenizer is not None and tokenizer.chat_template is not None:

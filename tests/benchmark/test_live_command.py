@@ -131,3 +131,10 @@ def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str
     assert result.exit_code == 0, result.output
     results = json.loads((tmp_path / "bench/results.json").read_text())
     assert {"threshold (head)", "threshold (q)", "transformers"} <= {row["family"] for row in results["summary"]}
+
+
+def test_a_smaller_model_as_the_assistant(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
+    options = ("--max_new_tokens", "8", "--contestants", "fixed 3", "--temperatures", "0")
+    result = run_bench(target, tmp_path, *options, draft=("--assistant", draft))
+    assert result.exit_code == 0, result.output
+    assert f"draft: {draft}" in (tmp_path / "bench" / "report.md").read_text()

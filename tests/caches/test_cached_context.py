@@ -1,12 +1,14 @@
 """A text in a cache: of a tree a path is kept; what remains, and what it costs, in batches too."""
 
 import copy
+import sys
 from typing import Any
 
 import pytest
 import torch
 from support.enumeration.token_trees import PARENTS, PATH, cache_gap, prefill, read_tree, tokens_for
-from support.targets.models import tiny
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.watchers import unnoticed
 from support.targets.zoo import WINDOW, tiny_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -133,3 +135,35 @@ def test_moving_columns_is_paid_by_the_holes_that_it_closes() -> None:
         cache.close_up()
         moved += cache.valid.shape[1] if cache.valid.shape[1] < before else 0
     assert 0 < moved < rounds * 5 / MOST_HOLES
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("length", [3, 12])
+def test_memory_ends_between_keys_and_values(family: str, length: int) -> None:
+    """Wherever within a pass: the user's own error, and a cache with which the text goes on as plain generation's."""
+    target, concatenate, left = tiny(family), torch.cat, 0
+
+    @unnoticed
+    def failing(tensors: Any, *given: Any, **how: Any) -> torch.Tensor:
+        nonlocal left
+        if sys._getframe(1).f_code.co_name == "update":  # of a layer of the cache
+            left -= 1
+            if not left:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return concatenate(tensors, *given, **how)
+
+    ids = prompt(length)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 9}
+    expected = target.generate(ids, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        assistant = assistant_for(target, rule="fixed", num_tokens=3)
+        for number in range(1, 25):
+            cache = DynamicCache(config=target.config)
+            patch.setattr(torch, "cat", failing)
+            left = number
+            with pytest.raises(torch.OutOfMemoryError):
+                target.generate(ids, assistant_model=assistant, past_key_values=cache, **options)
+            patch.setattr(torch, "cat", concatenate)
+            known = expected[:, : max(cache.get_seq_length() + 1, length)]
+            more = {**options, "max_new_tokens": expected.shape[1] - known.shape[1], "past_key_values": cache}
+            assert torch.equal(target.generate(known, **more) if more["max_new_tokens"] else known, expected), number

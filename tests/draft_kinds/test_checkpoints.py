@@ -90,7 +90,7 @@ def test_by_either_method_and_in_several_files(name: str, tmp_path: Path) -> Non
     assert first.kind is BY_NAME[case.kind]
     assert first.speculation.rule == "throughput"
     assert recognise(json.loads((folder / "config.json").read_text())) is first.kind
-    assert ready_made(folder) is first.kind
+    assert ready_made(Repository(str(folder))) is first.kind
     in_shards(written(name, tmp_path / "shards"))
     given = SpecDecPPAssistant.from_draft(folder, target=case.target())
     for other in (given, case.load(tmp_path / "shards")):

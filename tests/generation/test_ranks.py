@@ -41,6 +41,7 @@ def test_both_say_what_one_process_says(tmp_path: Path) -> None:
     for rule in CHAINS:
         assert first[rule] == second[rule] == expected
         assert first[f"{rule} static"] == second[f"{rule} static"] == expected
+        assert first[f"{rule} written"] == second[f"{rule} written"] == first["plain written"] != expected
         accepted, drafted = first[f"{rule} accepted"]
         assert 0 < accepted < drafted
         # The ranks were seeded differently; what the first draws counts, and both go on from its state.

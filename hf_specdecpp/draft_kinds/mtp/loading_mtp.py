@@ -128,7 +128,7 @@ class Mtp(PublishedKind):
         check_finite(found, source)
         return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
 
-    def repository_of(self, target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
+    def repository_of(self, target: CausalLM, source: str | Path | None = None, options: Any = None) -> Repository:
         """Return the repository `source`, or the target's own; `ValueError` if a target in memory has none."""
         name = source or target.config.name_or_path
         if not name:
@@ -136,7 +136,7 @@ class Mtp(PublishedKind):
                 f"This {type(target).__name__} was made in memory, so nothing says where its multi-token layers are. "
                 "Name their repository: assist(model, 'mtp', source=ID_OR_FOLDER)."
             )
-        return Repository(str(name), None if source else commit_of(target), None, hub_kwargs or {})
+        return Repository.of(name, {"revision": None if source else commit_of(target), **(options or {})})
 
 
 def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:

@@ -163,7 +163,7 @@ class MtpDraft(StateDraft):
         self.cannot = {
             "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
             "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=False); a "
-            "single multi-token layer drafts trees, too.",
+            "single multi-token layer drafts trees, too."
         }
 
     @property

@@ -322,4 +322,8 @@ class InStep(AssistedDecoding):
         ids = [functional.pad(each, (0, length - each.shape[1]), value=value) for each in texts]
         raw = torch.stack([walk.raw for walk in going])
         scores = raw.new_zeros((len(texts), raw.shape[1])).index_copy(0, torch.tensor(places, device=raw.device), raw)
-        return list(self.processors(torch.cat(ids), scores)[places])
+        together = torch.cat(ids)
+        found = self.processors(together, scores)[places]
+        for place, walk in zip(places, going, strict=True):
+            walk.ids = together[place : place + 1]  # to which processors may have written
+        return list(found)

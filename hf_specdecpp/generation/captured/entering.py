@@ -31,8 +31,7 @@ from hf_specdecpp.generation.captured.parts import (
 )
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget, TargetSide
 from hf_specdecpp.generation.output_text import OutputText
-from hf_specdecpp.generation.single_target import has_usual_inputs
-from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
+from hf_specdecpp.models.causal_lm import cache_among, devices_of, has_usual_inputs, num_processes
 from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain

@@ -193,6 +193,12 @@ class RoundGraphs(GraphTarget):
         super().__init__(graph_drafts.texts, passes, drafts, usual)
         self.graph_drafts, self.rounds = graph_drafts, [graph_drafts.rounds]
 
+    def prepare(self, texts: Sequence[OutputText]) -> None:
+        if any(text.is_rewritten for text in texts):
+            context: Any = self.passes.context
+            context.cache.length.fill_(context.num_tokens)  # of a single sequence; rows of a batch are copied back
+            raise GraphsFailedError("a stopping criterion replaces tokens, and graphs go on from their own")
+
     def read(self, rounds: Sequence[Round]) -> None:
         for each, report in zip(rounds, self.graph_drafts.verify(), strict=True):
             emitted = [*map(report.tree.tokens.__getitem__, report.path), report.token]

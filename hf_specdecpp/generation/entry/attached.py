@@ -204,14 +204,9 @@ def _is_assistant(named: Any) -> bool:
 
 
 def _extract_generation_mode_kwargs(
-    target: CausalLM,
-    original: Any,
-    custom_generate: Any,
-    kwargs: Any,
-    synced_gpus: Any,
-    assistant_model: Any,
+    target: CausalLM, original: Any, custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any,
     *rest: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     if _is_assistant(assistant_model):
         with torch.inference_mode(False):  # later calls also use a draft that is made here
             assistant_model.answer(target)
@@ -238,14 +233,9 @@ def _validate_generation_mode(
 
 
 def _sample(
-    target: CausalLM,
-    original: Any,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: GenerationConfig,
-    **kwargs: Any,
-) -> Any:
+    target: CausalLM, original: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
+    generation_config: GenerationConfig, **kwargs: Any,
+) -> Any:  # fmt: skip
     given = input_ids, logits_processor, stopping_criteria, generation_config
     default = default_of(target)
     # As the draft of another model the target must return its confidence in each token, so it runs plainly.
@@ -265,16 +255,10 @@ def _sample(
 
 
 def _assisted_decoding(
-    target: CausalLM,
-    original: Any,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: GenerationConfig,
-    inputs_tensor: Tensor | None = None,
-    assistant_model: Any = None,
+    target: CausalLM, original: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
+    generation_config: GenerationConfig, inputs_tensor: Tensor | None = None, assistant_model: Any = None,
     **kwargs: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     given = input_ids, logits_processor, stopping_criteria, generation_config
     if not _is_assistant(assistant_model):
         default = None if assistant_model is not None or generation_config.is_assistant else default_of(target)

@@ -72,6 +72,7 @@ def decoding_of(
     gives `generate()`'s output. `ValueError` if the call is not supported, before its first pass or random number."""
     target, count = call.target, input_ids.shape[0]
     refusals.check_inputs(input_ids, call.model_kwargs)
+    refusals.check_processors(call.processors)
     refusals.warn_of_ignored(call.config)
     given = cache_among(call.model_kwargs)
     call = _growing(call, input_ids)

@@ -18,6 +18,13 @@ UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of atten
 HALF = (torch.bfloat16, torch.float16)
 
 
+def computes_in_half(model: Any) -> bool:
+    """Whether passes of a model on a CPU round to half precision: by its dtype, or by `torch.autocast`."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu") in HALF
+    return model.dtype in HALF
+
+
 class _Local(local):
     """Whether this thread computes the attention of each query separately, and the keys that each query sees, by mask
     of the pass."""

@@ -225,11 +225,7 @@ class DistillationTrainer(Trainer):
         return loss
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Called for each batch of `evaluate`. Returns no loss, then for each row the sums of acceptance and agreement
         by step and the number of positions, `[batch, 2 * steps + 1]`, and the row's source `[batch]`."""

@@ -49,7 +49,7 @@ def settings_of(checkpoint: Checkpoint, **changes: Any) -> DSparkSettings:
 def test_recognised(name: str, tmp_path: Path) -> None:
     checkpoint = VARIANTS[name]
     assert recognise(checkpoint.config()) is DSPARK
-    assert ready_made(checkpoint.save(tmp_path)) is DSPARK
+    assert ready_made(Repository(str(checkpoint.save(tmp_path)))) is DSPARK
     assert inspect(Repository(str(tmp_path))).sound
     found = settings_of(checkpoint)
     assert (found.markov_rank, found.markov_head) == (

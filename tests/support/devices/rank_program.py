@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
 from support.targets.models import partly_agreeing, prompt, random_layer
-from support.targets.watchers import unnoticed
+from support.targets.watchers import Replaces, unnoticed
 
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 3},
@@ -36,6 +36,7 @@ SAMPLED: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "pad_token_i
 def texts(target: Any, draft: Any, rank: int) -> dict[str, Any]:
     """Texts by rule, or why there are none; each rank has other random numbers."""
     found: dict[str, Any] = {"plain": target.generate(prompt(), **GREEDY).tolist()}
+    found["plain written"] = target.generate(prompt(), **GREEDY, stopping_criteria=[Replaces()]).tolist()
     for name, settings in RULES.items():
         speculation = SpeculationConfig(**{"rule": "threshold", **settings})
         assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
@@ -45,6 +46,8 @@ def texts(target: Any, draft: Any, rank: int) -> dict[str, Any]:
             found[name] = str(refused)
             continue
         found[f"{name} static"] = target.generate(prompt(), assistant_model=assistant, **STATIC).tolist()
+        written = target.generate(prompt(), assistant_model=assistant, **GREEDY, stopping_criteria=[Replaces()])
+        found[f"{name} written"] = written.tolist()
         found[f"{name} accepted"] = [assistant.stats.accepted, assistant.stats.drafted]
         torch.manual_seed(rank)
         found[f"{name} sampled"] = target.generate(prompt(), assistant_model=assistant, **SAMPLED).tolist()

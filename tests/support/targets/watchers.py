@@ -49,6 +49,17 @@ class Recorder(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
+class Replaces(StoppingCriteria):
+    """A user's criterion that never stops, and writes another last token, which the target reads next."""
+
+    reads_prefix_only = False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if input_ids.shape[1] % 3 == 0:
+            input_ids[:, -1] = (7 * input_ids[:, -1] + 1) % 48
+        return input_ids[:, -1] < 0
+
+
 def unnoticed(function: Any) -> Any:
     """The same function as one of the package: a target that runs it is treated as one without foreign code."""
     own = FunctionType(
