@@ -153,11 +153,10 @@ class SpecDecPPAssistant(AssistantModel):
         given: Any = None if is_named else draft
         source = Repository.of(str(draft) if is_named else "", options)
         if not is_named:
-            causal_lm.base_model(given)  # raises where this is no model
+            if ready_made(given) is None:
+                causal_lm.base_model(given)  # raises where this is no model
             if source.revision or source.subfolder:
-                raise TypeError(
-                    "revision, subfolder: for a draft given by name, not for a model object. Leave them out."
-                )
+                raise TypeError("revision, subfolder: for a draft given by name, not a model object. Leave them out.")
         target = None if target is None else causal_lm.base_model(target)
         own: Any = {name: value for name, value in options.items() if name in Options.__annotations__}
         if (kind := ready_made(source if given is None else given)) is None:

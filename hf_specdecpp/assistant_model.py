@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -152,9 +152,7 @@ class AssistantModel(PreTrainedModel):
                 made_for, name = self.config.target_id, target.config.name_or_path
                 if made_for in (None, name):
                     raise
-                raise ValueError(
-                    f"{error} This assistant was made for {made_for!r}, and the target is {name!r}."
-                ) from None
+                raise ValueError(f"{error} This assistant was made for {made_for!r}, the target is {name!r}.") from None
         elif (model := self.ready_drafter().model) is not None:
             size = model.config.get_text_config().vocab_size
             check_same_tokenizer(target, model, size, ids_are_listed=self.parts.draft_vocab is not None)
@@ -243,8 +241,7 @@ class AssistantModel(PreTrainedModel):
         self._check_published(target)
 
     def _make_draft(self, target: CausalLM) -> None:
-        # Without offloaded parameters, which are replaced in each pass.
-        self._made_of = [ref(each) for each in causal_lm.parameters_of(target) if each.device.type != "meta"]
+        self._made_of = causal_lm.parameter_ids(target)
         self.drafter = self.kind.make(self.config, self.parts, Loading(target=target))
         self._made_for = target.dtype, causal_lm.input_device(target)
         TargetStates(target, self.drafter.reads)  # raises if the target has no such layers
@@ -278,8 +275,8 @@ class AssistantModel(PreTrainedModel):
         """Make a draft of the target's layers again if the target has another device or dtype, or if parameter objects
         were replaced, as by `load_state_dict(assign=True)`: otherwise the draft would use the old ones."""
         for target in attached.targets_of(self) if self.kind.rests_on == "target" else ():
-            now, place = set(map(id, causal_lm.parameters_of(target))), (target.dtype, causal_lm.input_device(target))
-            if place != self._made_for or any(id(each()) not in now for each in self._made_of):
+            now, place = causal_lm.parameter_ids(target), (target.dtype, causal_lm.input_device(target))
+            if place != self._made_for or not self._made_of.items() <= now.items():
                 try:
                     self._make_draft(target)
                 except ValueError:  # after resizing embeddings some drafts cannot be made, but still work
@@ -351,7 +348,9 @@ class AssistantModel(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """The draft model's forward, for measurements."""
-        return self.ready_drafter().model(input_ids, **kwargs)
+        if (model := self.ready_drafter().model) is None:  # lookups
+            self.generate()  # raises an error that says what to call
+        return model(input_ids, **kwargs)
 
     # A copy would not be attached to any target: harnesses that copy the arguments of `generate()` need this object. A
     # pickle would be loaded in a process without the targets.

@@ -9,7 +9,7 @@ from typing import Any, cast, overload
 from torch import nn
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant
+from hf_specdecpp.assistant import DraftOptions, LoadingOptions, Options, SpecDecPPAssistant
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
@@ -28,8 +28,8 @@ logger = logging.get_logger("hf_specdecpp")
 AUTO = "auto"
 SETTINGS = {each.name for each in fields(SpeculationConfig)}
 MAKING = {"source": str | Path | None, **hints_of(Options), **hints_of(LoadingOptions)}
-OF_MODELS, OF_DOWNLOADS = {"adapter", "draft_vocab", "merge"}, set(hints_of(DownloadOptions))
-UNFIT = {AUTO: OF_MODELS | OF_DOWNLOADS, MTP.name: OF_MODELS, LOOKUP.name: OF_MODELS | OF_DOWNLOADS}
+OF_ALL, OF_DOWNLOADS = {"head", "speculation"}, set(hints_of(DownloadOptions))
+WORDS = {AUTO: OF_ALL | {"source"}, MTP.name: OF_ALL | {"source"} | OF_DOWNLOADS, LOOKUP.name: OF_ALL}  # and options
 KNOWN = SETTINGS | MAKING.keys()
 
 
@@ -83,8 +83,9 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
             each.detach(model)
         return None
     for unknown in options.keys() - KNOWN:
-        known = ", ".join(sorted(KNOWN))
-        raise TypeError(f"There is no option {unknown}.{did_you_mean(unknown, KNOWN)} The options are {known}.")
+        early = f" For an early exit: SpecDecPPAssistant.from_early_exit(model, layers={options[unknown]!r})."
+        near = early if unknown == "layers" else did_you_mean(unknown, KNOWN)
+        raise TypeError(f"There is no option {unknown}.{near} The options are {', '.join(sorted(KNOWN))}.")
     settings = {name: options.pop(name) for name in SETTINGS & options.keys()}
     check_values({"default": default, **options}, MAKING, error=TypeError)
     assistant = _made(model, draft, options)
@@ -118,20 +119,22 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
         if options:
             raise TypeError(f"{', '.join(options)}: this assistant exists already, only its settings can be changed.")
         return draft
-    if isinstance(draft, str) and (unfit := UNFIT.get(draft, set()) & options.keys()):
-        raise TypeError(
-            f"{', '.join(sorted(unfit))}: only for a draft that is a model or given by name, and draft={draft!r} is "
-            "neither. Leave it out."
-        )
+    word = isinstance(draft, str) and draft in WORDS
+    if isinstance(draft, str) and not word:
+        _check_name(draft)
+    is_stored = isinstance(draft, str | Path) and not word and not _is_plain_model(Repository.of(draft, options))
+    what = f"draft={draft!r}" if word else "a draft from its repository" if is_stored else "a draft that is a model"
+    hints = hints_of(LoadingOptions if is_stored else DraftOptions)
+    known = WORDS[draft] if word else {*hints, "speculation"} - {"default"}
+    if others := ", ".join(sorted(options.keys() - known)):
+        raise TypeError(f"{others}: not for {what}. Its options are {', '.join(sorted(known))}, and the settings.")
     if draft == AUTO:
         return _by_itself(model, options)
     if draft == MTP.name:
         return _own_layers(model, **options)
     if draft == LOOKUP.name:
         return _lookups(model, **options)
-    if isinstance(draft, str):
-        _check_name(draft)
-    if isinstance(draft, str | Path) and not _is_plain_model(Repository.of(draft, options)):
+    if is_stored:
         return SpecDecPPAssistant.from_pretrained(draft, model, **options)
     return SpecDecPPAssistant.from_draft(draft, model, **options)
 

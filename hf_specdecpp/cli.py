@@ -62,7 +62,7 @@ def main(
 @app.command()
 @options_of(DemoConfig)
 def demo(**options: Any) -> None:
-    """Answer questions with and without the assistant, and compare both.
+    """Answer questions with and without the assistant.
 
     The exit code is 1 if answers differ. Speeds are compared in CPU time.
     """
@@ -208,9 +208,7 @@ def drafts(
 
     found = list(table()) if model is None else published(model)
     if not found:
-        _fail(
-            f"No published draft of {model} is known here. Without one: assist(model). To train one: specdecpp train."
-        )
+        _fail(f"No published draft of {model} is known. Without one: assist(model). To train one: specdecpp train.")
     console = _console()
     for before, each in zip([None, *found], found, strict=False):
         if before is None or each.target != before.target:

@@ -112,6 +112,7 @@ def test_a_repository_cannot_write_to_the_terminal(folder: Path) -> None:
 def test_no_such_folder(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     assert_error(run("inspect", missing), f"There is no folder '{missing}', and it cannot be a Hub id")
+    assert_error(run("inspect", tmp_path), f"'{tmp_path}' has no config.json: it is neither an assistant nor a draft.")
 
 
 def test_hub(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +184,7 @@ def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
     edit_config(folder, draft_kind="lookup", adapter=False, head=None, draft_id=None, draft_vocab_size=None)
     assert_error(run("export", folder, "--output", tmp_path / "out"), "nothing to export")
     assert_error(run("export", tmp_path / "none", "--output", tmp_path / "out"), "There is no folder")
+    assert_error(run("export", folder, "--output", "out", "--to", "vlm"), "--to 'vlm' must be one of vllm, sglang,")
     assert not (tmp_path / "out").exists()
 
 
@@ -224,7 +226,7 @@ def test_drafts_that_others_have_published() -> None:
     assert "z-lab/Qwen3-8B-DFlash-b16 DFlash draft, 6.4 tokens a pass (GSM8K in English" in lines
     assert "AngelSlim/Qwen3-14B_eagle3" in text(run("drafts").stdout)
     assert "specdecpp inspect DRAFT --convert FOLDER" in text(run("drafts", "lmsys/vicuna-13b-v1.3").stdout)
-    assert_error(run("drafts", "org/none"), "No published draft of org/none is known here")
+    assert_error(run("drafts", "org/none"), "No published draft of org/none is known.")
 
 
 # A command line that is made of a settings dataclass. -----------------------------------------------------------------

@@ -13,6 +13,7 @@ from support.files import mtp_files
 from support.files.repos import save_model, tokenizer
 from support.runs.hub_server import HubServer, point_client_at
 from support.targets.models import assistant_for, partly_agreeing, prompt, random_layer, tiny
+from torch import nn
 from transformers import AutoModelForCausalLM, pipeline
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -82,7 +83,7 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
     "the layers of another model": (
         lambda p: load(p / "early", target=p.smaller),
         ValueError,
-        r"keeps all 2 layers.*This assistant was made for '.*target', and the target is '.*smaller'",
+        r"keeps all 2 layers.*This assistant was made for '.*target', the target is '.*smaller'",
     ),
     # names in the place of objects
     "the target's name, to load": (
@@ -102,6 +103,24 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         lambda p: p.early().attach(pipeline("text-generation", model=p.target, tokenizer=tokenizer())),
         TypeError,
         r"this is a TextGenerationPipeline. Pass the model that it has: pipe\.model",
+    ),
+    # modules that are no models of transformers
+    "a wrapped model": (
+        lambda p: assist(nn.DataParallel(p.target)),
+        TypeError,
+        r"this is a DataParallel. Pass the model that it has: wrapper\.module",
+    ),
+    "a wrapped draft": (
+        lambda p: assist(p.target, nn.DataParallel(p.smaller)),
+        TypeError,
+        "this is a DataParallel. Pass the model",
+    ),
+    "a layer": (lambda p: assist(nn.Linear(2, 2)), TypeError, "this is a Linear, which is no PreTrainedModel"),
+    "a layer, to draft": (lambda p: assist(p.target, nn.Linear(2, 2)), TypeError, "this is a Linear, which is no Pre"),
+    "a layer, to exit early": (
+        lambda p: SpecDecPPAssistant.from_early_exit(nn.Linear(2, 2), 1),
+        TypeError,
+        "this is a Linear, which is no PreTrainedModel",
     ),
     "the assistant's name, to generate": (
         lambda p: p.with_one(lambda _: p.generate("org/head")),
@@ -123,6 +142,11 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         lambda p: p.early().generate(PROMPT),
         ValueError,
         "does not answer by itself. Pass it to its target",
+    ),
+    "lookups, called": (
+        lambda _: assist(tiny("llama"))(PROMPT),
+        ValueError,
+        r"Pass it to its target: model\.generate\(\*\*inputs, assistant_model=assistant\)",
     ),
     "a default of nobody": (lambda p: load(p / "head", default=True), ValueError, "none was given. Pass target=model"),
     # folders that are not there
@@ -302,7 +326,8 @@ def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkey
 @pytest.mark.parametrize(("draft", "options", "says"), [
     ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
     ("auto", {"pack_weights": True}, "There is no option pack_weights. .*cache_dir, .*threshold"),
-    ("lookup", {"revision": "v1"}, "revision: only for a draft that is a model or given by name"),
+    ("lookup", {"revision": "v1"}, "revision: not for draft='lookup'. Its options are head, speculation, and the "),
+    ("auto", {"layers": 4}, r"no option layers. For an early exit: SpecDecPPAssistant.from_early_exit\(model, l"),
     ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
     ("lookup", {"rule": "best"}, "rule='best' is not a stopping rule"),
 ])  # fmt: skip
@@ -311,6 +336,17 @@ def test_errors(target: CausalLM, draft: str, options: dict[str, Any], says: str
     with pytest.raises((TypeError, ValueError, OSError), match=says):
         assist(target, draft, **options)
     assert "_sample" not in vars(type(target)) or type(vars(type(target))["_sample"]).__name__ != "Method"
+
+
+@pytest.mark.parametrize(("what", "options", "says"), [
+    ("a model", {"dtype": "auto"}, "dtype: not for a draft that is a model. Its options are adapter, "),
+    ("a model's folder", {"eagle3": {}}, "eagle3: not for a draft that is a model. Its options are adapter, "),
+    ("an assistant's folder", {"adapter": "org/x"}, "adapter: not for a draft from its repository. Its options are c"),
+])  # fmt: skip
+def test_options_of_other_drafts(what: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    target, draft = named(what, tmp_path)
+    with pytest.raises(TypeError, match=says):
+        assist(target, draft, **options)
 
 
 # Drafts that others have published -----------------------------------------------------------------------------------

@@ -101,9 +101,7 @@ class SpecDecPPConfig(PretrainedConfig):
         check_numbers({name: own.get(name) for name in ("vocab_size", "draft_vocab_size")})
         ranks = max(map(len, own.get("acceptance_by_rank", {}).values()), default=0)
         if ranks > MOST_RANKS:
-            raise ValueError(
-                f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most that are of use. Leave it out."
-            )
+            raise ValueError(f"acceptance_by_rank has {ranks} ranks; {MOST_RANKS} are the most of use. Leave it out.")
         for mode, line in own.get("calibration", {}).items():
             if mode not in MODES or len(line) != 2:
                 raise ValueError(

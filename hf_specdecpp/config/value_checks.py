@@ -233,6 +233,4 @@ def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable
     kinds = [rope, *rope.values()] if isinstance(rope, Mapping) else []  # for all layers, or by kind of layer
     for each in (kind for kind in kinds if isinstance(kind, Mapping)):
         if each.get("partial_rotary_factor") not in (None, 1.0) and each.get("rope_type") not in WHOLE_HEADS:
-            raise ValueError(
-                f"{path}rope_parameters={shown(each)} rotate a part of each head, which is not supported. {CURE}"
-            )
+            raise ValueError(f"{path}rope_parameters={shown(each)} rotate a part of each head: not supported. {CURE}")

@@ -124,12 +124,12 @@ class ObjectWalk:
         self.found += name, each.shape, each.dtype
         if self.by_value:
             self.found.append(each.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-        elif each.layout is torch.strided:
-            self.found += each.data_ptr() or SameObject(each), each.stride()
+        elif each.layout is torch.strided:  # PyTorch cannot move a tensor of tensors that has weak references
+            self.found += each.data_ptr() or hasattr(each, "__tensor_flatten__") or SameObject(each), each.stride()
         else:
             self.found.append(SameObject(each))
         # Users' attributes and the parts of tensor subclasses, without the marks of torch.compile.
-        if own := {name: value for name, value in vars(each).items() if not name.startswith("_dynamo")}:
+        if own := {name: value for name, value in self._fields(each).items() if name[:7] != "_dynamo"}:
             self._all(own.items())
 
     def _describe(self, each: Any) -> None:

@@ -38,7 +38,7 @@ def export(
     """
     output = Path(output)
     if to is not None and to not in ENGINES:
-        raise ValueError(f"to={to!r} must be one of {', '.join(ENGINES)}. Leave it out to print all commands.")
+        raise ValueError(f"--to {to!r} must be one of {', '.join(ENGINES)}. Leave it out to print all commands.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(
             f"{output} exists and is not an empty folder; its files could be mistaken for the draft's. Choose a new "

@@ -63,8 +63,10 @@ class RepositoryReport:
 
 
 def inspect(repository: Repository) -> RepositoryReport:
-    """Load all files in the repository of an assistant or a draft. Pickles, code and other models are not loaded."""
+    """Load the files of an assistant or a draft, but no pickles, code or other models; `FileNotFoundError` if none."""
     folder = repository.folder(PATTERNS)
+    if not any((folder / name).is_file() for name in (CONFIG, *FILES)):
+        raise FileNotFoundError(f"{repository.full_name!r} has no {CONFIG}: it is neither an assistant nor a draft.")
     report, here = RepositoryReport(repository.name, repository.commit(folder / CONFIG)), Repository(str(folder))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -111,9 +111,7 @@ def read_config(path: Path) -> tuple[DraftKind, dict[str, Any]]:
         hint = "To convert a released SpecDec++ head: specdecpp inspect FOLDER --convert OUT."
         if isinstance(found, str) and found in CONFIG_MAPPING_NAMES:
             hint = "It is an ordinary model, which needs no such repository to draft: assist(model, draft)."
-        raise ValueError(
-            f"{path} has model_type {found!r}, not 'specdecpp', so this is not an hf_specdecpp assistant. {hint}"
-        )
+        raise ValueError(f"{path} has model_type {found!r}, not 'specdecpp': not an hf_specdecpp assistant. {hint}")
     return kind, config
 
 
@@ -128,7 +126,9 @@ class DraftTokenizer(PreTrainedTokenizerFast):
         models = (config.draft_id, config.draft_revision), (config.target_id, config.target_revision)
         model, commit = models[config.draft_id is None]
         if model is None:
-            raise ValueError(
-                f"The config.json of {name!r} names no draft_id and no target_id, so no tokenizer is known."
-            )
-        return load_tokenizer(Repository(model, commit, None, repository.hub_kwargs))
+            raise ValueError(f"The config.json of {name!r} has no draft_id and no target_id: no tokenizer is known.")
+        try:
+            return load_tokenizer(Repository(model, commit, None, repository.hub_kwargs))
+        except OSError as error:
+            cure = f"pass assistant_model=SpecDecPPAssistant.from_pretrained({name!r}, model), which needs no tokenizer"
+            raise OSError(f"The tokenizer of {model!r} cannot be loaded. Download it, or {cure}. {error}") from error

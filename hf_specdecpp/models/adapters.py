@@ -166,9 +166,7 @@ def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path
         raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. {RETRY}")
     a, b, rank = half["A"], half["B"], shapes["A"][0]
     if not (a.is_floating_point() and b.is_floating_point()):
-        raise ValueError(
-            f"{path} has {a.dtype} and {b.dtype} for {name}; an adapter is of floating point numbers. {RETRY}"
-        )
+        raise ValueError(f"{path} has {a.dtype} and {b.dtype} for {name}; they must be floating point numbers. {RETRY}")
     if rank not in (config.get("r", 8), *(config.get("rank_pattern") or {}).values()):
         raise ValueError(f"{path} has rank {rank} for {name}; its {ADAPTER_FILES[0]} says r={config.get('r')}. {RETRY}")
     alpha = config.get("lora_alpha", 8)

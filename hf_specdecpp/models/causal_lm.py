@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from transformers import GenerationConfig, GenerationMixin, Pipeline
+from transformers import GenerationConfig, GenerationMixin, Pipeline, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 # A `PreTrainedModel` with `GenerationMixin` and an LM head. `Any`, because the annotations of `PreTrainedModel` lack
@@ -35,22 +35,22 @@ def base_model(model: CausalLM) -> CausalLM:
     """The transformers model inside the wrappers of PEFT and `torch.compile`; other models are returned unchanged.
 
     Raises:
-        TypeError: `model` is not a module, but a name or a pipeline, for instance.
+        TypeError: `model` is no model of transformers, but a name, a pipeline or another module, for instance.
         ValueError: the wrapper adds virtual tokens (prompt tuning, P-tuning, prefix tuning).
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"A model is needed here, and this is {_what(model)}.")
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
-    if not isinstance(model, PeftModel):
-        return model
-    if model.active_peft_config.is_prompt_learning:
-        raise ValueError(
-            f"The PEFT adapter {model.active_adapter!r} ({model.active_peft_config.peft_type.value}) puts virtual "
-            "tokens before the prompt. They are in the cache and in no text, so hf_specdecpp cannot assist. Generate "
-            "without an assistant, or use a LoRA adapter."
-        )
-    return model.get_base_model()
+    if isinstance(model, PeftModel):
+        if model.active_peft_config.is_prompt_learning:
+            raise ValueError(
+                f"The PEFT adapter {model.active_adapter!r} ({model.active_peft_config.peft_type.value}) puts virtual "
+                "tokens before the prompt. They are in the cache and in no text, so hf_specdecpp cannot assist. "
+                "Generate without an assistant, or use a LoRA adapter."
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"A model is needed here, and this is {_what(model)}.")
+    return model
 
 
 def _what(thing: object) -> str:
@@ -60,7 +60,11 @@ def _what(thing: object) -> str:
         return f"the name {name!r}. Load the model that it names: AutoModelForCausalLM.from_pretrained({name!r})"
     if isinstance(thing, Pipeline):
         return f"a {type(thing).__name__}. Pass the model that it has: pipe.model"
-    return "None" if thing is None else article(type(thing).__name__)
+    name = "None" if thing is None else article(type(thing).__name__)
+    if isinstance(getattr(thing, "module", None), nn.Module):  # as in PyTorch's DataParallel
+        return f"{name}. Pass the model that it has: wrapper.module"
+    other = ", which is no PreTrainedModel of transformers. If there is one inside it, pass that"
+    return f"{name}{other if isinstance(thing, nn.Module) else ''}"
 
 
 def article(name: str) -> str:
@@ -100,6 +104,13 @@ def num_bytes(model: nn.Module) -> int:
 def parameters_of(model: nn.Module) -> list[Tensor]:
     """The parameters of all modules; a parameter that several modules share is listed for each of them."""
     return [each for module in modules_of(model) for each in module._parameters.values() if each is not None]
+
+
+def parameter_ids(model: nn.Module) -> dict[tuple[int, str], int]:
+    """The id of each parameter by the id of its module and its name there, to notice replaced ones. Without offloaded
+    ones, which each pass replaces. Not weak references, which keep PyTorch from moving tensor subclasses."""
+    named = ((id(module), *item) for module in modules_of(model) for item in module._parameters.items())
+    return {(module, name): id(each) for module, name, each in named if each is not None and each.device.type != "meta"}
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:
@@ -202,10 +213,7 @@ def forward_parameters(kind: type[nn.Module]) -> set[str]:
 def cache_among(values: Any) -> Any:
     """The cache among a forward's arguments (a mapping) or outputs (an object), `None` if there is none."""
     by_name = values if isinstance(values, Mapping) else vars(values)
-    for name in CACHE_NAMES:
-        if (cache := by_name.get(name)) is not None:
-            return cache
-    return None
+    return next((by_name[name] for name in CACHE_NAMES if by_name.get(name) is not None), None)
 
 
 def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:
@@ -258,9 +266,7 @@ def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
     if prepared is not None:
         return frozenset(prepared.flatten().tolist())
     value = generation_config.eos_token_id
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+    return frozenset([value] if isinstance(value, int) else value or ())
 
 
 def longest_text(*models: CausalLM) -> float:

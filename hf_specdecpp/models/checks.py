@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from peft import PeftModel
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache, QuantizedCache
 
@@ -21,7 +22,8 @@ def check_target(target: CausalLM, recurrent: bool = False) -> None:
     if not target.can_generate():
         raise ValueError(f"{name} cannot generate, so there is nothing to assist. Load it with AutoModelForCausalLM.")
     # During generation a PEFT model sets its own method on the model inside.
-    base_model(getattr(target.prepare_inputs_for_generation, "__self__", target))
+    if isinstance(owner := getattr(target.prepare_inputs_for_generation, "__self__", None), PeftModel):
+        base_model(owner)
     if (reason := _no_assistance(target, recurrent)) is not None:
         raise ValueError(f"{name} {reason}. {WITHOUT_ASSISTANT}.")
 
@@ -48,9 +50,7 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
     if config.model_type == "blt":
         return "reads bytes in patches, which rejected candidates would change"
     if getattr(config, "attention_type", None) == "block_sparse":  # BigBird
-        return (
-            'attends to blocks that depend on how many tokens a pass reads; load it with attention_type="original_full"'
-        )
+        return 'attends to blocks that depend on the tokens of a pass; load it with attention_type="original_full"'
     if (chosen := getattr(config.get_text_config(), "index_topk", None)) is not None:  # DeepSeek V3.2, GLM 5
         return (
             f"attends to the index_topk={chosen} tokens that an indexer chooses, and in transformers the choice "

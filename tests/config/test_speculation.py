@@ -171,7 +171,7 @@ def test_options(how: str, options: dict[str, Any], says: str, target: CausalLM)
 @pytest.mark.parametrize("draft", ["lookup", "auto"])
 @pytest.mark.parametrize("options", [{"adapter": "org/x"}, {"draft_vocab": [1]}, {"merge": False}], ids=str)
 def test_options_that_would_do_nothing(draft: str, options: dict[str, Any], target: CausalLM) -> None:
-    with pytest.raises(TypeError, match=f"{next(iter(options))}: only for a draft that is a model"):
+    with pytest.raises(TypeError, match=f"{next(iter(options))}: not for draft='{draft}'. Its options are head, s"):
         assist(target, draft, **options)
 
 

@@ -21,6 +21,7 @@ from support.devices.capturing import CHAIN, generate
 from support.devices.pretend_graph import pretend_graphs
 from support.targets.models import assistant_of, quiet_later_layers, tiny
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers.generation import logits_process
 from transformers.models.gemma3 import modeling_gemma3
 
@@ -174,6 +175,16 @@ def test_parts_of_a_tensor_of_another_class_count() -> None:
     weight.numbers.fill_(1.0)
     assert identity(layer) == before
     weight.numbers = torch.zeros(2, 2)
+    assert identity(layer) != before
+
+
+def test_a_tensor_of_tensors_can_be_moved() -> None:
+    """PyTorch swaps such a tensor, which it refuses if there are weak references to it."""
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2)), requires_grad=False)
+    before = identity(layer)
+    assert identity(layer) == before
+    layer.double().float()
     assert identity(layer) != before
 
 

@@ -198,7 +198,7 @@ def test_one_engine_gets_a_script(to: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_other_engines_are_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"to='ollama' must be one of vllm, sglang, llama\.cpp"):
+    with pytest.raises(ValueError, match=r"--to 'ollama' must be one of vllm, sglang, llama\.cpp"):
         export(tmp_path / "no such assistant", tmp_path / "out", to="ollama")
 
 

@@ -152,7 +152,7 @@ def test_options_that_concern_no_repository(target: PreTrainedModel) -> None:
     for draft, options in cases.items():
         with pytest.raises(TypeError, match=f"{next(iter(options))}: only for a draft .* draft='{draft}' is neither"):
             assist(target, draft, **options)
-    with pytest.raises(TypeError, match="revision, subfolder: for a draft given by name, not for a model object"):
+    with pytest.raises(TypeError, match="revision, subfolder: for a draft given by name, not a model object"):
         assist(target, partly_agreeing(target), revision="v1")
     with pytest.raises(TypeError, match=r"revison: no such option\. Did you mean revision\?"):
         SpecDecPPAssistant.from_draft("org/small", target, revison="v1")  # type: ignore[call-arg]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from support.files.repos import tokenizer
 from support.targets.models import partly_agreeing, tiny
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, pipeline
 from typer.testing import CliRunner
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -55,6 +56,23 @@ def test_commands(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert done.exit_code == 1
     assert "offline mode is on" in done.output
     assert "connection" not in done.output
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_pipeline_names_the_tokenizer_that_it_cannot_load(tmp_path: Path) -> None:
+    """transformers loads the tokenizer of an assistant that is given by name: here the target's."""
+    target = tiny("llama")
+    target.config.name_or_path = "org/target"
+    SpecDecPPAssistant.from_early_exit(target, 1).save_pretrained(tmp_path / "assistant")
+    folder = str(tmp_path / "assistant")
+    with pytest.raises(OSError, match="The tokenizer of 'org/target' cannot be loaded") as said:
+        pipeline("text-generation", model=target, tokenizer=tokenizer(), assistant_model=folder)
+    assert f"assistant_model=SpecDecPPAssistant.from_pretrained({folder!r}, model)" in str(said.value)
+    target.config.name_or_path = ""
+    assistant = SpecDecPPAssistant.from_pretrained(folder, target)
+    pipe = pipeline("text-generation", model=target, tokenizer=tokenizer(), assistant_model=assistant)
+    pipe("w1 w2", max_new_tokens=8, do_sample=False)
+    assert assistant.stats.generated == 8
 
 
 def test_nothing_is_said_of_offline_mode_where_it_is_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from support.files.repos import save_adapter
 from support.targets.models import assistant_for, assistant_of, partly_agreeing, tiny
 from support.targets.snapshots import FIXED, generate, has_our_methods, of_own_class, snapshot
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -181,6 +182,21 @@ def test_without_looking_a_draft_keeps_the_old_ones(monkeypatch: pytest.MonkeyPa
     target.to(torch.float32)
     with pytest.raises(RuntimeError, match="dtype"):
         generate(target, assistant_model=assistant)
+
+
+@pytest.mark.parametrize("make", [SpecDecPPAssistant.from_early_exit, SpecDecPPAssistant.from_conditioned])
+def test_a_target_with_tensor_subclasses_can_be_moved(make: Any) -> None:
+    """PyTorch swaps these tensors, which it refuses if they have weak references."""
+    target = tiny("llama")
+    projection = target.model.layers[2].mlp.up_proj
+    weights = projection.weight.detach(), projection.weight.detach().clone()
+    projection.weight = nn.Parameter(TwoTensor(*weights), requires_grad=False)
+    assistant = make(target, 2)
+    target.double()
+    assert (target.dtype, assistant.setup().drafter.dtype) == (torch.float64, torch.float64)
+    assistant.detach()
+    target.float()
+    assert {each.dtype for each in target.parameters()} == {torch.float32}
 
 
 # An assistant has no state of a generation: repeated calls, several targets, several assistants, several threads. -----
