@@ -13,7 +13,6 @@ from support.files import mtp_files
 from support.files.repos import save_model, tokenizer
 from support.runs.hub_server import HubServer, point_client_at
 from support.targets.models import assistant_for, partly_agreeing, prompt, random_layer, tiny
-from torch import nn
 from transformers import AutoModelForCausalLM, pipeline
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -103,24 +102,6 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         lambda p: p.early().attach(pipeline("text-generation", model=p.target, tokenizer=tokenizer())),
         TypeError,
         r"this is a TextGenerationPipeline. Pass the model that it has: pipe\.model",
-    ),
-    # modules that are no models of transformers
-    "a wrapped model": (
-        lambda p: assist(nn.DataParallel(p.target)),
-        TypeError,
-        r"this is a DataParallel. Pass the model that it has: wrapper\.module",
-    ),
-    "a wrapped draft": (
-        lambda p: assist(p.target, nn.DataParallel(p.smaller)),
-        TypeError,
-        "this is a DataParallel. Pass the model",
-    ),
-    "a layer": (lambda p: assist(nn.Linear(2, 2)), TypeError, "this is a Linear, which is no PreTrainedModel"),
-    "a layer, to draft": (lambda p: assist(p.target, nn.Linear(2, 2)), TypeError, "this is a Linear, which is no Pre"),
-    "a layer, to exit early": (
-        lambda p: SpecDecPPAssistant.from_early_exit(nn.Linear(2, 2), 1),
-        TypeError,
-        "this is a Linear, which is no PreTrainedModel",
     ),
     "the assistant's name, to generate": (
         lambda p: p.with_one(lambda _: p.generate("org/head")),

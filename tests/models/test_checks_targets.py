@@ -11,7 +11,7 @@ from support.targets.families import informed_draft
 from support.targets.models import partly_agreeing, prompt, tiny
 from support.targets.snapshots import has_our_methods, of_own_class
 from support.targets.zoo import WINDOW, tiny_config, tiny_of
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
@@ -37,6 +37,21 @@ def from_config(name: str, family: str) -> CausalLM:
         pytest.skip(f"transformers {transformers.__version__} does not have {name}")
     torch.manual_seed(0)
     return getattr(transformers, name)._from_config(tiny_config(family)).to(torch.float64).eval()
+
+
+# Modules that are no models of transformers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("module", "says"), [
+    (nn.DataParallel(nn.Linear(2, 2)), r"a DataParallel. Pass the model that it has: wrapper\.module"),
+    (nn.Linear(2, 2), "a Linear, which is no PreTrainedModel of transformers. If there is one inside it, pass that"),
+], ids=["a wrapper", "a layer"])  # fmt: skip
+@pytest.mark.parametrize("make", [
+    assist, lambda module: assist(tiny("llama"), module), lambda module: SpecDecPPAssistant.from_early_exit(module, 1),
+], ids=["a target", "a draft", "an early exit"])  # fmt: skip
+def test_modules_that_are_no_models(make: Callable[[Any], Any], module: nn.Module, says: str) -> None:
+    with pytest.raises(TypeError, match=f"A model is needed here, and this is {says}"):
+        make(module)
 
 
 # Windows of the cache alone -------------------------------------------------------------------------------------------
