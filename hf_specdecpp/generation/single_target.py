@@ -28,7 +28,6 @@ from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, cache_ar
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.models.cpu.grouped_attention import computes_in_half, separate_queries
 from hf_specdecpp.models.foreign import ForeignPasses
-from hf_specdecpp.sampling.processors import extend
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 
 logger: Any = logging.get_logger("hf_specdecpp")
@@ -140,7 +139,8 @@ class TargetContext:
         token of `input_ids` `[1, length]` and the candidates. With `has_mask` the caller makes the mask."""
         self.cached.begin_round()
         count = len(candidates)
-        tokens = self._as_read(extend(input_ids, candidates) if count else input_ids, count + 1)
+        tokens = torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1) if count else input_ids
+        tokens = self._as_read(tokens, count + 1) if self.cached.pending else tokens
         self.width = self.cached.pending + count + 1
         self._read = tokens[:, -self.width :]
         if self._spare <= count:  # all candidates may be accepted, and a token follows
@@ -198,11 +198,11 @@ class TargetContext:
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
     def _as_read(self, tokens: Tensor, after: int) -> Tensor:
-        """`tokens` `[1, length]` with the pending ones, before the `after` last ones, as the latest pass read them:
-        processors may have written others to the sequence."""
+        """`tokens` `[1, length]` with the pending ones, of which there are some before the `after` last ones, as the
+        latest pass read them: processors may have written others to the sequence."""
         begin = tokens.shape[1] - after - (pending := self.cached.pending)
         parts = tokens[:, :begin], self._read[:, :pending], tokens[:, begin + pending :]
-        return torch.cat(parts, dim=1) if pending else tokens
+        return torch.cat(parts, dim=1)
 
     def read_pending(self, input_ids: Tensor) -> None:
         """Read pending tokens at the end of `input_ids` `[1, length]`, so that the cache can be reused."""
@@ -250,7 +250,7 @@ class SingleTarget(TargetSide):
         foreign: ForeignPasses | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, [text], config)
-        self.text, self.stats, self.foreign = text, text.stats, foreign
+        self.text, self.stats, self.foreign, self.in_half = text, text.stats, foreign, computes_in_half(model)
         self.context = TargetContext(model, self.states.requesting(model_kwargs))
         self.generator.session.bind_cache(self.context)
         self.trial: Trial | None = None
@@ -321,7 +321,7 @@ class SingleTarget(TargetSide):
             inputs = context.tree_inputs(input_ids, each.rows)
         work, clock = self.work_clock(), time.perf_counter()
         forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
-        with separate_queries() if computes_in_half(self.model) and not context.is_masked else nullcontext():
+        with separate_queries() if self.in_half and not context.is_masked else nullcontext():
             each.outputs = forward(**inputs, return_dict=True)
         each.width = context.width
         if self.device.type == "cpu":

@@ -144,18 +144,19 @@ def test_texts_longer_than_their_windows(mutant: str | None, rows: int, monkeypa
         monkeypatch.setattr(captured_target, "windows_of", fixed_cache.windows_of)
     target = quiet_later_layers(tiny("gemma3_text"))
     assistant, ids = assistant_of("early_exit", target, **CHAIN), torch.cat([prompt(20, seed) for seed in range(rows)])
-    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    plain = target.generate(ids, **how)
+    returns = rows == 1  # a batch that returns its cache is not captured
+    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids, return_dict_in_generate=True, **how)
     with pretend_graphs():
-        ours = target.generate(ids, assistant_model=assistant, **how)
-    assert torch.equal(ours.sequences, plain.sequences)
+        ours = target.generate(ids, assistant_model=assistant, return_dict_in_generate=returns, **how)
+    assert torch.equal(ours.sequences if returns else ours, plain.sequences)
     # The comparison with the target's own passes notices rows that are overwritten too early.
     assert (assistant.stats.decided["rounds"] == "captured") == (mutant != "spare")
     window, caches = min(windows_of(target.config) or []), captured_target._known[target][1].context
     layers: list[Any] = next(iter(caches.made.values())).layers
     (kept,) = {layer.capacity for layer in layers} - {256} or {256}
     assert (kept <= window + 8) == (mutant != "all tokens")
-    if mutant is None:
+    if mutant is None and returns:
         for one, other in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
             torch.testing.assert_close(one.keys, other.keys)
 

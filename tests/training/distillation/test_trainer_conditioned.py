@@ -234,7 +234,7 @@ def test_a_head_on_published_blocks(tmp_path: Path) -> None:
 def test_nobody_looks_for_the_repository_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would be asked for at the Hub."""
     asked: list[str] = []
-    monkeypatch.setattr(configuration, "ready_made", asked.append)
+    monkeypatch.setattr(configuration, "ready_made", lambda repository: asked.append(repository.name))
     for draft in (None, "eagle3", "conditioned", "org/draft"):
         TrainingConfig(draft=draft).find_ready_made()
     assert asked == ["org/draft"]
