@@ -57,8 +57,8 @@ def test_beside_every_kind_of_draft(kind: str, rule: str, tmp_path: Path, preten
         assert torch.equal(written(target, assistant), plain)
         stats = assistant.stats
         assert (stats.decided["rounds"], stats.uncaptured) == ("captured", None)
-        assert stats.lookup_rounds > 0
-        assert 0 < stats.accepted_lookups < stats.accepted or rule in ("throughput", "tree")
+        assert stats.accepted > 0
+        assert stats.accepted_lookups > 0 or rule == "tree"  # a tree of a good draft may accept all
         assert turn == 0 or rule == "throughput" or pretended["captured"] - before < 4  # for lookups of other lengths
 
 
