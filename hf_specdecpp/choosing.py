@@ -90,7 +90,7 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
     check_values({"default": default, **options}, MAKING, error=TypeError)
     assistant = _made(model, draft, options)
     speculation = replace(assistant.speculation, **settings)
-    chooses = speculation.rule == "throughput" and not speculation.draws_trees
+    chooses = speculation.rule == "throughput" and not speculation.draws_trees and "speculation" not in options
     if chooses and draft is not assistant and assistant.kind.rests_on == "target":  # which reads prompts fast
         speculation = replace(speculation, **{"lookup": speculation.lookup or True} | settings)
     assistant.speculation = speculation
