@@ -152,14 +152,14 @@ class SpecDecPPAssistant(AssistantModel):
         is_named = isinstance(draft, str | Path)
         given: Any = None if is_named else draft
         source = Repository.of(str(draft) if is_named else "", options)
-        if not is_named:
-            if ready_made(given) is None:
-                causal_lm.base_model(given)  # raises where this is no model
-            if source.revision or source.subfolder:
-                raise TypeError("revision, subfolder: for a draft given by name, not a model object. Leave them out.")
         target = None if target is None else causal_lm.base_model(target)
+        kind = ready_made(source if is_named else given)
+        if not is_named and kind is None:
+            causal_lm.base_model(given)  # raises where this is no model
+        if not is_named and (source.revision or source.subfolder):
+            raise TypeError("revision, subfolder: for a draft given by name, not a model object. Leave them out.")
         own: Any = {name: value for name, value in options.items() if name in Options.__annotations__}
-        if (kind := ready_made(source if given is None else given)) is None:
+        if kind is None:
             named = SpecDecPPConfig(draft_id=source.full_name, draft_revision=source.revision)
             drafter = INDEPENDENT.make(named, parts, Loading(given, target, hub_kwargs=source.hub_kwargs))
             config = _config_of(drafter.model, INDEPENDENT, **special_tokens(drafter.model))

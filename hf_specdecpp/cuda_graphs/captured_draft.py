@@ -145,7 +145,7 @@ class CapturedDraft:
             self.tokens, self.last, self.count = zeros((rows, self.width)), zeros(rows), zeros(rows)
             self.candidates, self.parents = zeros((rows, self.nodes)), zeros((rows, self.nodes))
             self.given = zeros((rows, 1 + max(each.given for each in shapes)))  # numbers of looked-up candidates, these
-            self.host_given = pinned_copy(self.given)
+            self.host_given = host_zeros(self.given)
             self.ancestors = torch.ones((rows, size, size), dtype=torch.bool, device=self.device)
             self.alive = torch.ones_like(self.last)
             self.estimates = zeros((rows, self.nodes), dtype=torch.float64)
@@ -355,10 +355,10 @@ class CapturedDraft:
         last.addcmul_(accepted + 1, self.alive).sub_(read)
 
 
-def pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host, to and from which a CUDA device copies without waiting."""
-    copied = torch.zeros_like(tensor, device="cpu")
-    return copied.pin_memory() if tensor.device.type == "cuda" else copied
+def host_zeros(tensor: Tensor) -> Tensor:
+    """Zeros on the host, of the shape and dtype of `tensor`, to and from which a CUDA device copies without waiting."""
+    zeros = torch.zeros_like(tensor, device="cpu")
+    return zeros.pin_memory() if tensor.device.type == "cuda" else zeros
 
 
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:

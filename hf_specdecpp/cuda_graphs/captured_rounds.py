@@ -22,7 +22,7 @@ from hf_specdecpp.cuda_graphs.captured_draft import (
     RoundRules,
     RoundShape,
     depths_of,
-    pinned_copy,
+    host_zeros,
     with_paths,
 )
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
@@ -76,7 +76,7 @@ class CapturedRounds:
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
             # Number accepted, next token, last accepted node, number submitted; candidates, parents, bits of estimates.
             self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.long, device=passes.device)
-            self.host_report = pinned_copy(self.report)
+            self.host_report = host_zeros(self.report)
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # of `_pass`, if the verification is another graph
         self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
         self._warper_numbers: list[Tensor] = []  # `Warpers.numbers`, at fixed addresses

@@ -125,7 +125,7 @@ class Lookup(DraftKind):
 
 
 class NoSteps(RoundSteps):
-    """The steps of `NoDraft` in captured rounds: none."""
+    """The steps of `NoDraft` in captured rounds, which only look up: there are none, and `unroll` is never called."""
 
     most, num_layers = 0, 0
 
@@ -144,6 +144,7 @@ class NoDraft(Draft):
     steps_class = NoSteps
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Never called: embeddings are for heads that judge drafted candidates."""
         raise NotImplementedError
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:

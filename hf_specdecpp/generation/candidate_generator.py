@@ -218,10 +218,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return tokens[:, -known:], states[:, -known:]
 
     def look_up(self, length: int) -> LookingUp | None:
-        """Called before a captured round of a sequence of `length` tokens, with those that are new in `emitted`.
-        Returns the lookups, or `None`."""
+        """Called before a captured round of a sequence of `length` tokens: look up after the tokens in `emitted`.
+        Returns the lookups, or `None` without lookups."""
         if self.lookup is not None:
-            self._look_up(self.emitted, length, MOST_CANDIDATES, 0)
+            left = max(self._longest - length, 0)
+            self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, left)), left)
         return self.lookup
 
     def learned_rates(self, trees: bool = False) -> AcceptanceRates:
@@ -260,17 +261,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
+        left = max(self._longest - input_ids.shape[1], 0)
+        room = int(min(MOST_CANDIDATES, left))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
-        room = int(min(MOST_CANDIDATES, max(self._longest - input_ids.shape[1], 0)))
         if self.lookup is not None:
             unread = session.unread if self.setup.rows == 1 else 0  # rows of a batch share draft passes
-            self._look_up(new_tokens[0].tolist(), input_ids.shape[1], most, unread)
+            self.lookup.look_up(new_tokens[0].tolist(), min(room, most), left, unread)
         longest = self.method.longest(room, most)
         return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
-
-    def _look_up(self, new_tokens: list[int], length: int, most: int, unread: int) -> None:
-        left = max(self._longest - length, 0)
-        cast(LookingUp, self.lookup).look_up(new_tokens, int(min(MOST_CANDIDATES, left, most)), left, unread)
 
     def _new_tokens(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens `[1, n]` not yet passed to the draft, and the target's states `[1, m, size]`; masked ones removed."""

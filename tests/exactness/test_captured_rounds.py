@@ -100,7 +100,9 @@ LOOKED_UP = (0, 2, 1)
 @pytest.mark.parametrize("count", range(K + 1))
 def test_looked_up_candidates(count: int, verification: Verification) -> None:
     """Their q is 1, also behind the last of them. With the q of a draft, the distribution is another one."""
-    stop: Stop = lambda _: count  # noqa: E731
+
+    def stop(_: Path) -> int:
+        return count
 
     def certain(path: Path) -> Tensor:
         return functional.one_hot(torch.tensor(LOOKED_UP[len(path)]), VOCAB).double()

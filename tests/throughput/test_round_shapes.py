@@ -140,7 +140,7 @@ def test_shapes_of_lookups() -> None:
 
 
 def test_seconds_of_lookups_are_no_seconds_of_drafts() -> None:
-    """Between, and behind, those that were timed; and both kinds know a round without candidates."""
+    """Shapes that were not timed get seconds from timed shapes of their kind and from rounds without candidates."""
     seconds = RoundSeconds()
     seconds.time([*chains_up_to(7), *GIVEN], lambda shape: 4.0 + shape.levels + 0.1 * shape.given)
     assert [seconds.of(shape) for shape in GIVEN] == pytest.approx([4.3, 4.7, 5.2])

@@ -164,7 +164,7 @@ def _graph_drafts(
 
 
 def _shapes_of(texts: Sequence[OutputText]) -> tuple[list[RoundShape], list[RoundShape]]:
-    """The shapes of whole rounds that the settings allow, and of those that look up; the largest last."""
+    """The shapes of drafted rounds and those of looked-up rounds that the settings allow, each list by size."""
     setup = texts[0].generator.setup
     given = lookups_up_to(setup.decisions.lookup_tokens) if setup.speculation.lookup else []
     return _drafted_shapes(texts), given

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices.capturing import pretended  # noqa: F401 - a fixture
 from support.devices.whole_rounds import KINDS, batch, made, together
 from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.targets.watchers import heard
@@ -47,7 +46,7 @@ def written(target: CausalLM, assistant: Any, ids: Tensor | None = None, **how: 
 @pytest.mark.daily("eagle3-fixed", "independent-tree", "dflash windows-throughput", "gemma 4-threshold", takes=6)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_beside_every_kind_of_draft(kind: str, rule: str, tmp_path: Path, pretended: Counter[str]) -> None:  # noqa: F811
+def test_beside_every_kind_of_draft(kind: str, rule: str, tmp_path: Path, pretended: Counter[str]) -> None:
     if rule == "tree" and kind in ("mtp 3", "pard"):
         pytest.skip("the draft proposes chains")
     target, assistant = made(kind, tmp_path, lookup=True, **RULES[rule])
@@ -121,7 +120,7 @@ def test_nothing_is_looked_up_behind_the_last_token() -> None:
 def test_the_draft_reads_looked_up_tokens_before_its_window_is_full(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With lookups that cost nothing the draft drafts only to read; without that, the window would overflow."""
+    """With lookups that cost nothing the draft drafts only to read."""
     monkeypatch.setattr(round_shapes.RoundSeconds, "of", lambda _, shape: 50.0 if not shape.given else 0.1)
     target, assistant = made(kind, tmp_path, rule="throughput", lookup=True, max_tokens=5)
     shapes: list[RoundShape] = []
@@ -130,15 +129,22 @@ def test_the_draft_reads_looked_up_tokens_before_its_window_is_full(
         assert torch.equal(written(target, assistant, max_new_tokens=200), written(target, None, max_new_tokens=200))
     assert any(shape.given for shape in shapes)
     assert any(shape.levels for shape in shapes)
-    if kind.startswith(("dflash", "dspark")):
-        return  # whose target repeats itself too little
+
+
+# Targets of the other kinds repeat themselves too little to fill a window.
+@pytest.mark.daily("eagle3")
+@pytest.mark.parametrize("kind", [each for each in KINDS if not each.startswith(("dflash", "dspark"))])
+def test_a_draft_that_reads_too_late_is_noticed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: all rounds look up, and the window overflows."""
+    monkeypatch.setattr(round_shapes.RoundSeconds, "of", lambda _, shape: 50.0 if not shape.given else 0.1)
+    target, assistant = made(kind, tmp_path, rule="throughput", lookup=True, max_tokens=5)
 
     def never_reading(drafts: GraphDrafts, *given: Any) -> RoundShape:
         drafts.rounds.draft.pending = 0
         return choose(drafts, *given)
 
     choose = GraphDrafts._shape
-    monkeypatch.setattr(GraphDrafts, "_shape", never_reading)  # a mutant
+    monkeypatch.setattr(GraphDrafts, "_shape", never_reading)
     with pytest.raises(RuntimeError, match="out of bounds"):
         written(target, assistant, max_new_tokens=200)
 
