@@ -28,11 +28,11 @@ from hf_specdecpp.models.cpu.products import ProductTimes
 FEW = 5  # sequences generated before the first trials of chain lengths
 # Assumed costs, in passes over one token: each further token, on a CPU and elsewhere; large layers whose matrix
 # multiplications were measured, and each further token without these layers; a draft step, apart from the draft's share
-# of the target's weights. In draft steps: a token that the draft reads among many, or a further node of its pass.
+# of the target's weights. In passes of the draft: a token that it reads among many, or a further node of its pass.
 WIDER_ON_CPU, WIDER, LAYERS, BESIDE, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.8, 0.015, 0.03, 0.1
 TRUST = 3.0  # rounds of a sequence with the weight of all earlier ones
 MOST_CHANGE = 2.0  # largest factor per sequence, because a time may include a capture or a sleep of the machine
-MOST_READ = 32  # tokens that the draft reads first; a draft after more of them is not timed
+MOST_READ = 32  # tokens that the draft reads first; after more of them, the time of a draft is that of reading
 EXPECTED = 0.1  # largest relative difference of a time that confirms a cost (of the logarithms)
 SHORT = 7  # bits of the largest short sequence length, 127 tokens
 
@@ -154,8 +154,12 @@ class Rounds:
         verify = tuple(self._assumed_pass(1 + further) for further in range(self.most + 1))
         if not self.drafter.places:
             return Costs(0.0, verify)
-        draft = _num_multiplied(self.drafter.parts) / max(_num_multiplied([self.target]), 1) + LEAST_STEP
-        return Costs(draft, verify, read=AMONG_MANY * draft, branch=AMONG_MANY * draft, block=self.drafter.block)
+        parts, all_weights = self.drafter.parts, max(_num_multiplied([self.target]), 1)
+        draft = _num_multiplied(parts) / all_weights + LEAST_STEP
+        # The LM head, a linear layer of its own among the parts, reads the last token only.
+        read = _num_multiplied([part for part in parts if type(part) is not nn.Linear]) / all_weights
+        read *= AMONG_MANY if self.times is None else self.times.among_many
+        return Costs(draft, verify, read=read, branch=AMONG_MANY * draft, block=self.drafter.block)
 
     def _assumed_pass(self, tokens: int) -> float:
         """The assumed cost of a pass over `tokens` tokens of each row, in passes over one token of each row.
@@ -240,7 +244,7 @@ class RoundTimes:
     def drafted(self, drafting: DraftWork | None) -> None:
         """Called after drafting; `None` if its time is not typical and must not be used."""
         self._drafted = self.clock()
-        self._drafting = drafting if drafting is not None and drafting.read <= MOST_READ else None
+        self._drafting = drafting
 
     def end(self, length: int, width: int) -> None:
         """Called after a round: record its times. `length`: the sequence's before; `width`: the pass's with dummies."""
@@ -273,8 +277,8 @@ def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
     unit = typical([seconds / verify[width - 1] for width, seconds in timed])
     if unit is None:
         return None
-    drafts = [(seconds, each.seconds(assumed)) for of in times.drafts.values() for each, seconds in of]
-    ratios = [seconds / expected for seconds, expected in drafts if expected > 0.0]
+    drafts = [(each, seconds) for of in times.drafts.values() for each, seconds in of if each.read <= MOST_READ]
+    ratios = [seconds / expected for each, seconds in drafts if (expected := each.seconds(assumed)) > 0.0]
     return assumed.scaled(unit, (typical(ratios) if ratios else None) or unit)
 
 
@@ -298,9 +302,11 @@ def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Seque
     usual = sum(change * len(passes[width]) for width, change in changes.items()) / max(rounds, 1) * _share(rounds)
     by = [changes[w] * _share(len(passes[w])) if w in changes else usual for w in range(1, len(verify) + 1)]
     verify = [seconds * math.exp(change) for seconds, change in zip(verify, by, strict=True)]
-    if not drafts:
+    few = [(work, seconds) for work, seconds in drafts if work.read <= MOST_READ]
+    if not few:
         costs = costs.scaled(1.0, math.exp(usual))
-    return _corrected_drafting(replace(costs, verify=tuple(verify)), drafts)
+    costs = _corrected_drafting(replace(costs, verify=tuple(verify)), few)
+    return _corrected_reading(costs, [(work, seconds) for work, seconds in drafts if work.read > MOST_READ])
 
 
 def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[DraftWork, float]]) -> Costs:
@@ -327,6 +333,17 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[DraftWork, float]])
     step = costs.draft * math.exp(_log_ratio(slope, costs.draft) * _share(counts.sum() - counts.max()))
     step = min(step, usual / mean)
     return replace(costs, draft=float(step), start=max(float(usual - step * mean), 0.0))
+
+
+def _corrected_reading(costs: Costs, drafts: Sequence[tuple[DraftWork, float]]) -> Costs:
+    """Costs with `read` as in these drafts, which began by reading many tokens; changed by at most a factor of 2.
+
+    Example: a step costs 4 ms. Reading 200 tokens and drafting for two steps took 28 ms, so a token costs 0.1 ms.
+    """
+    taken = [(seconds - replace(work, read=0).seconds(costs)) / work.read for work, seconds in drafts]
+    if not taken or costs.read == 0.0:
+        return costs
+    return replace(costs, read=costs.read * math.exp(_log_ratio(median(taken), costs.read)))
 
 
 def _share(rounds: int) -> float:

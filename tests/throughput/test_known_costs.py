@@ -264,6 +264,27 @@ def test_what_a_draft_reads_beside_its_steps_is_not_a_step_s_price() -> None:
     assert followed.start == pytest.approx(0.0, abs=1e-9)
 
 
+def test_reading_many_tokens_has_a_price_of_its_own() -> None:
+    """The example of `_corrected_reading`; it changes by at most a factor of two, and no step's price with it."""
+    costs = replace(MEASURED, draft=0.004, read=0.00015)
+    for seconds, read in ((0.028, 0.0001), (9.0, 0.0003), (0.001, 0.000075)):
+        found = corrected(costs, {}, [(DraftWork(2, read=200), seconds)])
+        assert found.read == pytest.approx(read)
+        assert found == replace(costs, read=found.read)
+
+
+def test_the_head_reads_no_prompt() -> None:
+    """A draft with a small vocabulary takes less for a step, and as long for a prompt."""
+    target = tiny("llama")
+    all_ids, few_ids = (Drafter(partly_agreeing(target), draft_vocab=each) for each in (None, torch.arange(8)))
+    first, second = (
+        known_costs.costs_of(known_costs.Rounds(target, each, DraftProbability(), 4)).first
+        for each in (all_ids, few_ids)
+    )
+    assert first.draft > second.draft
+    assert first.read == second.read > 0.0
+
+
 # Kept by length, in memory and on disk. -------------------------------------------------------------------------------
 
 
