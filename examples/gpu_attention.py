@@ -5,7 +5,8 @@
 Microseconds of a layer of Llama 8B's shape, for passes over 1, 6 and 31 tokens under a mask, by rows of the cache.
 Captured passes let PyTorch choose the kernel ("chosen"), which may not split the keys of a head, so that a long cache
 is read by few of the device's processors. "split" computes the same from three matrix products over pieces of the
-cache, in any dtype (`split_attention`); the package should use it from the length on where it is faster.
+cache, in any dtype (`split_attention`); captured passes use it from 4,096 rows on (`LONG` in
+`cuda_graphs/model_copy.py`), which these times should confirm.
 """
 
 import argparse
@@ -18,19 +19,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from hf_specdecpp.cuda_graphs.model_copy import split_attention
+
 HEADS, GROUP, SIZE = 8, 4, 128  # heads of keys, query heads of each, numbers of a head
-PIECE = 512  # rows
 CALLS, REPLAYS = 10, 5
 KERNELS = {"chosen": None, "memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-
-
-def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """`scaled_dot_product_attention(query, key, value, mask)` for few queries `[batch, heads, n, size]` and many keys
-    and values `[batch, heads, rows, size]`, in pieces of `PIECE` rows; `mask`: additive, `[batch, 1, n, rows]`."""
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2) + mask
-    weights = scores.softmax(-1, dtype=torch.promote_types(torch.float32, query.dtype)).to(query.dtype)
-    pieces = weights.unflatten(-1, (-1, PIECE)).transpose(2, 3) @ value.unflatten(2, (-1, PIECE))
-    return pieces.sum(2, dtype=torch.promote_types(torch.float32, query.dtype)).to(query.dtype)
 
 
 def inputs_for(width: int, rows: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from hf_specdecpp.models.foreign import package_of
 
 NORM, PIECE = "RMSNorm", "MLP"  # ends of class names of norms, and of modules that are compiled
 ROTARY = "apply_rotary_pos_emb"  # name of the function of rotary embeddings in transformers' modules
+LONG, ROWS, FEW = 4096, 512, 32  # attention is split from `LONG` rows of a cache on, into pieces; most tokens of a pass
 
 
 def grouped_attention(
@@ -50,13 +51,31 @@ def grouped_attention(
     mask = attention_mask
     if mask.shape[2] != group * tokens:
         mask = mask.repeat(1, 1, group, 1)
-    output = F.scaled_dot_product_attention(
-        query.reshape(batch, shared, group * tokens, -1), key, value, attn_mask=mask, scale=scaling
-    )
+    queries, rows = query.reshape(batch, shared, group * tokens, -1), key.shape[2]
+    if rows >= LONG and rows % ROWS == 0 and tokens <= FEW:
+        output = split_attention(queries, key, value, mask, scaling)
+    else:
+        output = F.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)
+
+
+def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """`scaled_dot_product_attention` for few queries `[batch, heads, n, size]` and many keys and values `[batch, heads,
+    rows, size]`, in pieces of `ROWS` rows. `mask`: bool or additive, `[batch, 1, n, rows]`.
+
+    PyTorch's kernels for masks read all rows of a head in one block of threads, so that a long cache is read by few of
+    a GPU's processors. Here each piece is a product of its own. Softmax and the sum over pieces are computed in
+    float32 at least.
+    """
+    exact = torch.promote_types(torch.float32, query.dtype)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-1, -2)
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=exact).to(query.dtype)
+    pieces = weights.unflatten(-1, (-1, ROWS)).transpose(2, 3) @ value.unflatten(2, (-1, ROWS))
+    return pieces.sum(2, dtype=exact).to(query.dtype)
 
 
 def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:

@@ -50,6 +50,19 @@ def test_grouped_attention(heads: int, shared: int, tokens: int, scaling: float 
     torch.testing.assert_close(*attended(heads, shared, tokens, scaling))
 
 
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2)], ids=["multi head", "grouped"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_attention_over_a_long_cache(heads: int, shared: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of four rows, the last of which has no token that any query sees; a wrong scale is noticed."""
+    monkeypatch.setattr(copies, "LONG", 16)
+    monkeypatch.setattr(copies, "ROWS", 4)
+    found, expected = attended(heads, shared, tokens, 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    split = copies.split_attention
+    monkeypatch.setattr(copies, "split_attention", lambda *given: split(*given[:4]))
+    assert not torch.allclose(attended(heads, shared, tokens, 0.3)[0], expected)
+
+
 def test_a_mask_for_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queries of a group lie head by head, so their masks must, too: one after another would be other tokens'."""
     attend = F.scaled_dot_product_attention

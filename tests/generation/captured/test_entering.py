@@ -452,3 +452,24 @@ def test_mixtures_of_experts(experts: str) -> None:
         assert "waits for the device" in str(assistant.stats.uncaptured)
     else:
         assert assistant.stats.decided["rounds"] == "captured"
+
+
+@pytest.mark.parametrize(("rows", "settings"), [(1, CHAIN), (1, TREE), (3, CHAIN)], ids=["chain", "tree", "batch"])
+def test_attention_over_long_caches_is_split(
+    rows: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches of 256 rows count as long here."""
+    split, lengths = model_copy.split_attention, Counter[int]()
+
+    def counted(query: Tensor, key: Tensor, *others: Any) -> Tensor:
+        lengths[key.shape[2]] += 1
+        return split(query, key, *others)
+
+    monkeypatch.setattr(model_copy, "LONG", 256)
+    monkeypatch.setattr(model_copy, "ROWS", 64)
+    monkeypatch.setattr(model_copy, "split_attention", unnoticed(counted))
+    target, assistant = made("early_exit", tmp_path, **settings)
+    ids, mask = batch(rows)
+    assert torch.equal(together(target, assistant, ids, mask), together(target, None, ids, mask))
+    assert assistant.stats.decided["rounds"] == "captured"
+    assert set(lengths) == {256}
