@@ -42,7 +42,7 @@ def next_step(
     scores, hidden = found
     if not processing.does_nothing:
         scores = processing.one(input_ids, candidates, scores).to(scores)
-    if processing.may_forbid_all and processing.forbids_all(scores):  # the round ends
+    if processing.may_forbid_all and not bool(scores.amax() > -math.inf):  # no token is left, so the round ends
         return None
     return DraftStep(len(candidates), scores, hidden, session.embed, greedy)
 

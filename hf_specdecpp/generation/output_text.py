@@ -283,12 +283,10 @@ class OutputText:
         return int(token)
 
     def process(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the logits of all rows, `[rows, vocab]` float32; those of a tree may be overwritten."""
+        """Process the logits of all rows, `[rows, vocab]` float32, which may be overwritten."""
         tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
         if not processing.answers_all:
             return self._process_allowed(tree_pass, scores.clone())
-        if isinstance(tree, Chain):
-            return processing.along(self.ids, tree.ids(scores.device), scores)
         rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
         paths = [tree.path(order[row]) for row in rows]
         if len(rows) == len(scores):

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
-
-from hf_specdecpp.sampling.processors import Processing
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Sampling:
     def scores(self, logits: Tensor) -> Tensor:
         """Processed logits, `[n, vocab]` float32; the softmax of the result is sampled from."""
         nothing = torch.empty((1, 0), dtype=torch.long, device=logits.device)  # the processors do not read the prefix
-        return Processing(self.processors).along(nothing, [], logits.float())
+        return LogitsProcessorList(self.processors)(nothing, logits.float())
 
     def p(self, logits: Tensor) -> Tensor:
         """The target's probabilities p `[n, vocab]` from its logits."""
