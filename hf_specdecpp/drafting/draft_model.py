@@ -21,7 +21,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embedding
 from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.sampling.randomness import waits_for_reads
-from hf_specdecpp.trees.tree import DraftTree, Lineage, upload
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 
 class DraftModel(nn.Module):
@@ -298,7 +298,7 @@ class DraftSession(ModelSession):
         self.cache = DynamicCache(config=drafter.text_config)
         self.context = GrowingContext(self.cache)
         self._recording = False
-        self._lineage: Any = None  # a `Lineage`: the nodes of a tree that the cache holds
+        self._nodes: list[int] = []  # of the round's tree, in the order read
 
     @property
     def length(self) -> int:
@@ -326,20 +326,20 @@ class DraftSession(ModelSession):
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         """As in `DraftingSession`. The root must be read first, alone: it follows all unread tokens."""
         if nodes == [0]:
-            self._lineage = Lineage()
-            self._lineage.feed(tree, nodes)
+            self._nodes = [0]
             logits, hidden = self.propose_next([])
             return logits[None], hidden[None]
-        states, lineage = None, self._lineage
+        states = None
         if self.reads_states:
             states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
-        num_prefix = self.cache.get_seq_length() - len(lineage.nodes)
-        fed = torch.tensor([[tree.tokens[node] for node in nodes]], device="cpu"), *lineage.feed(tree, nodes)
-        tokens, ancestors, depths = upload(fed, self.device)
-        inputs = {}  # none for a single node that sees all earlier nodes, as in a chain
-        if len(nodes) > 1 or not bool(fed[1].all()):
+        read = len(self._nodes)
+        self._nodes += nodes
+        tokens, ancestors, depths = TreePass(tree, self._nodes).upload(self.device, first=read)
+        inputs = {}
+        if len(nodes) > 1 or tree.depths[nodes[0]] < read:  # a single node that sees all earlier ones extends a chain
+            num_prefix = self.cache.get_seq_length() - read
             inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
-        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
+        hidden = self.drafter.hidden_states(tokens[None], self.cache, states, are_known=self.knows_all, **inputs)[0]
         self.passes += 1
         self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
@@ -350,10 +350,9 @@ class DraftSession(ModelSession):
         If the draft reads states or runs on an accelerator, only the root stays, and accepted nodes are read again: a
         pass over a few more tokens takes no longer on an accelerator, and moving rows would need an upload.
         """
-        if self._lineage is None:  # nothing was drafted
+        if not self._nodes:  # nothing was drafted
             return
-        again = self.reads_states or self.waits
-        places = self._lineage.places
-        rows = [0] + [places[node] for node in path if node in places and not again]
-        self._keep(len(rows), len(self._lineage.nodes), rows)
-        self._num_read_candidates, self._lineage = len(rows) - 1, None
+        kept = [] if self.reads_states or self.waits else [node for node in path if node in self._nodes]
+        rows = [0, *map(self._nodes.index, kept)]
+        self._keep(len(rows), len(self._nodes), rows)
+        self._num_read_candidates, self._nodes = len(kept), []

@@ -14,7 +14,7 @@ from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer, ThresholdSchedule, grow_by_level, grow_exactly
 from hf_specdecpp.trees.head_siblings import Level
-from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import likeliest_tokens, verify_tree, verify_tree_greedy
 
 VOCAB = 49152
@@ -57,7 +57,7 @@ def one_round(
     growth = Growth(draft, Slots(DraftProbability(), randomness, buffer=buffer), root=0, max_depth=DEPTH[budget])
     grow_by_level(growth, budget, ThresholdSchedule())
     tree = growth.tree
-    Lineage().feed(tree, tree.depth_first())
+    TreePass(tree).upload(torch.device("cpu"))
     if randomness is None:
         verify_tree_greedy(tree, lambda node: likeliest_tokens(draft.at(tuple(tree.path(node)))[None])[0])
     else:
