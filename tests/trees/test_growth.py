@@ -25,7 +25,7 @@ from hf_specdecpp.trees import growth as algorithms
 from hf_specdecpp.trees import shapes as of_trees
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer
-from hf_specdecpp.trees.head_siblings import SiblingDistribution, _entropies
+from hf_specdecpp.trees.head_siblings import _entropies, _likeliest, sibling_features
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -264,18 +264,16 @@ def test_entropies_with_forbidden_tokens() -> None:
 
 
 def test_a_head_is_told_what_it_was_trained_on() -> None:
-    """`scalar_features` of the renormalised q, from running sums."""
-    q = RandomDraft("mixed", seed=1, vocab=30).at(()).double().softmax(-1)
-    tokens = [int(q.argsort(descending=True)[k]) for k in (0, 3, 1, 20, 2)]
-    top, left = q.topk(len(tokens) + 1), SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
-    likeliest = [(float(t), float(v)) for t, v in zip(top.indices, top.values, strict=True)]
-    ours = [*left.scalars_of([(t, float(q[t])) for t in tokens[:2]], likeliest)]
-    ours += left.scalars_of([(t, float(q[t])) for t in tokens[2:]], likeliest)
-    for index, token in enumerate(tokens):
-        rest = q.index_fill(0, torch.tensor(tokens[:index], dtype=torch.long), 0.0)
-        mass = q[tokens[:index]].sum()
-        expected = scalar_features(rest / rest.sum(), torch.tensor(token), True, mass, torch.tensor(index))
-        torch.testing.assert_close(torch.tensor(ours[index]), expected, rtol=1e-4, atol=1e-5)
+    """`scalar_features` of the renormalised q, from a few of its numbers."""
+    rows = torch.stack([RandomDraft("mixed", seed=seed, vocab=30).at(()) for seed in (1, 2)]).double().softmax(-1)
+    tokens = rows.argsort(descending=True)[:, [0, 3, 1, 20, 2]]
+    drawn = torch.stack((tokens, rows.gather(1, tokens)), dim=-1)
+    ours = sibling_features(drawn, _likeliest(rows, 6), torch.special.entr(rows).sum(-1), greedy=True)
+    for row, q in enumerate(rows):
+        for index, token in enumerate(tokens[row]):
+            rest, mass = q.index_fill(0, tokens[row, :index], 0.0), q[tokens[row, :index]].sum()
+            expected = scalar_features(rest / rest.sum(), token, True, mass, torch.tensor(index))
+            torch.testing.assert_close(ours[row, index], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
