@@ -143,12 +143,7 @@ class ChainDrafting:
 
     def draft(self, input_ids: Tensor, longest: int) -> Chain:
         """Draft at most `longest` candidates after the sequence `input_ids` `[1, length]`."""
-        row = self.step_by_step(input_ids, longest)
-        try:
-            while True:
-                next(row)
-        except StopIteration as end:
-            chain: Chain = end.value
+        chain = draft_chains([self.step_by_step(input_ids, longest)], lambda _: True)[0]
         chain.passes = self.session.passes
         return chain
 
@@ -186,12 +181,9 @@ def _read_token(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
     token = torch.tensor(-1) if draft.token is None else draft.token
     if signal is None:
         return int(token), rule.stops(None)
-    if token.device.type == "cpu":
-        values = [int(token), float(signal)]
-    else:
-        dtype = widest(token.device)
-        values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
-    return int(values[0]), rule.stops(0.0 if math.isnan(values[1]) else values[1])  # nan would stay in the rule
+    dtype = widest(token.device)
+    drawn, judged = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
+    return int(drawn), rule.stops(0.0 if math.isnan(judged) else judged)  # nan would stay in the rule
 
 
 # Stopping rules. -----------------------------------------------------------------------------------------------------

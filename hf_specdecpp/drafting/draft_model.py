@@ -297,7 +297,6 @@ class DraftSession(ModelSession):
         super().__init__(drafter, vocab_size)
         self.cache = DynamicCache(config=drafter.text_config)
         self.context = GrowingContext(self.cache)
-        self._recording = False
         self._nodes: list[int] = []  # of the round's tree, in the order read
 
     @property
@@ -305,7 +304,7 @@ class DraftSession(ModelSession):
         return self.context.num_tokens + self.unread
 
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
-        if self._recording and not self.unread:  # the last round had draft passes
+        if self.passes:
             path = None if rows is None else PathRows(list(rows), torch.tensor(rows, device="cpu"))
             self.context.commit(count, of, path)
 
@@ -313,12 +312,11 @@ class DraftSession(ModelSession):
         tokens, states = self._next_tokens(candidates)
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
         self._own_states = {0: hidden}
-        if not self._recording:
-            # From here on the cache must be able to roll back. The prompt needs no roll-back: recording it, layers
-            # with a sliding window would keep all of it.
-            self.cache.activate_past_recording()
-            self._recording = True
         if not candidates:
+            if not self.context.num_tokens:
+                # From here on the cache must be able to roll back. The prompt needs no roll-back: recording it, layers
+                # with a sliding window would keep all of it.
+                self.cache.activate_past_recording()
             self.context.begin_round()
             self.reads_again = self.reads_states or self.context.rollback_point is not None
         return self.drafter.logits(hidden, self.vocab_size), hidden
