@@ -27,8 +27,7 @@ from hf_specdecpp.benchmark.summary import grouped
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.sampling.randomness import seed_of
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.texts.sampling import Sampling, seed_of
 from hf_specdecpp.training.recorded_chains import BranchingText, target_states
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import verify_tree_greedy

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.files import replacing
 from hf_specdecpp.provenance import commit_of
-from hf_specdecpp.sampling.randomness import seed_of
+from hf_specdecpp.texts.sampling import seed_of
 from hf_specdecpp.texts.answers import FOLDER, HELDOUT, RECORD, TRAIN
 from hf_specdecpp.texts.encoding import Codec, Encoded
 from hf_specdecpp.texts.prompts import Prompt, named_sources, read_prompts, sample_prompts, split_prompts

@@ -138,13 +138,6 @@ def likeliest_tokens(scores: Tensor) -> list[int]:
     return scores.argmax(dim=-1).tolist()
 
 
-def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """min(1, p(y) / q(y)), `[...]`: the probability that candidate y, `token` `[...]`, is accepted (SpecDec++, section
-    3.2); 0 if p or q is nan."""
-    p_of, q_of = (probs.gather(-1, token[..., None])[..., 0] for probs in (p, q))
-    return (p_of / q_of).clamp_max(1.0).nan_to_num(0.0)
-
-
 def sibling_tests(
     p: Tensor, q: Tensor, tokens: Iterable[Tensor], owed: Tensor, exist: Iterable[Tensor] | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.training.distillation.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL, StateReader, TargetStates
 

@@ -16,7 +16,7 @@ from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import usual_reads
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter
 from hf_specdecpp.draft_kinds.known import DFLASH
-from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.training.distillation.unrolling import unrolled
 from hf_specdecpp.files import save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training.distillation import first_weights

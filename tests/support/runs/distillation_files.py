@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.training.distillation.unrolling import unrolled
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training import models

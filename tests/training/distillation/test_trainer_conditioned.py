@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.draft_kinds.conditioned import Fusion
-from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
+from hf_specdecpp.training.distillation.unrolling import in_rounds, unrolled
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training import configuration, models
