@@ -100,10 +100,8 @@ def drafting(
     if not drawn:
         return Chain()
     ids = torch.stack(drawn)
-    if tokens:
-        return Chain(tokens, scores, q, ids)
     # Tokens after an end-of-sequence token are dropped because of that token, not because of their own values.
-    count = len(tokens := until_end(ids.tolist(), eos_token_ids))
+    count = len(tokens := tokens or until_end(ids.tolist(), eos_token_ids))
     return Chain(tokens, scores[:count], q[:count], ids[:count])
 
 

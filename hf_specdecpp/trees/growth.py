@@ -41,15 +41,15 @@ LATEST = 0.1  # share of the latest round in the running means of `ThresholdSche
 def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
     """Algorithm 1: draw at the slot of the highest value, until the tree has `budget` nodes or all values are below
     `threshold`. One draft pass for each node that gets a child."""
-    leaves = [(-v, node) for node, v in growth.leaves.items()]
     while len(growth.tree) < budget:
-        promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf has a higher value
+        leaf = max(growth.leaves, key=growth.leaves.__getitem__, default=0)
+        promised = growth.leaves.get(leaf, -1.0)
         if max(promised, growth.best) < max(threshold, 0.0):
             break
-        if promised >= growth.best:
-            growth.expand([heappop(leaves)[1]])
-        elif (child := growth.draw_best()) in growth.leaves:
-            heappush(leaves, (-growth.leaves[child], child))
+        if promised >= growth.best:  # no child of a leaf has a higher value
+            growth.expand([leaf])
+        else:
+            growth.draw_best()
 
 
 def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshold: float = 0.0) -> None:
@@ -110,10 +110,7 @@ class ThresholdSchedule:
         if estimates:
             self.rounds += 1
             share = max(1.0 / self.rounds, LATEST)
-            entropy = 0.0
-            for a in estimates:
-                for x in (a, 1.0 - a):
-                    entropy -= x * math.log(x) if x > 0.0 else 0.0
+            entropy = sum(-x * math.log(x) for a in estimates for x in (a, 1.0 - a) if x > 0.0)
             self.split_entropy += share * (entropy / len(estimates) - self.split_entropy)
             self.estimate += share * (sum(estimates) / len(estimates) - self.estimate)
 
