@@ -29,7 +29,7 @@ from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text, modules_of, num_logits
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.randomness import AsPlain, Randomness, TorchRandomness
 from hf_specdecpp.throughput.known_costs import DraftWork, RoundTimes
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
@@ -84,7 +84,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         # All candidates need positions in the target. The token after them counts for `most`, but is not read.
         self._longest = min(longest_text(target), most - 1)
         self.eos_token_ids = eos_ids(generation_config)
-        sample: TreeRandomness = TorchRandomness() if setup.drafter.places else AsPlain()
+        sample: Randomness = TorchRandomness() if setup.drafter.places else AsPlain()
         self.randomness = sample if generation_config.do_sample else None
         self.processing = Processing(logits_processor or [])
         captures = setup.speculation.graphs == "auto" and graphs.can_capture(input_device(target))
@@ -296,7 +296,7 @@ class TreeDrafting:
     for_trees, rule = True, None
 
     def __init__(
-        self, setup: DraftSetup, session: DraftingSession, processing: Processing, randomness: TreeRandomness | None,
+        self, setup: DraftSetup, session: DraftingSession, processing: Processing, randomness: Randomness | None,
         eos_token_ids: frozenset[int], decided: dict[str, str],
     ) -> None:  # fmt: skip
         self.decided = decided

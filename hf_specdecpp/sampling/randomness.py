@@ -40,8 +40,6 @@ class Randomness(Protocol):
             weights: `[n, size]`; rows need not sum to 1.
         """
 
-
-class TreeRandomness(Randomness, Protocol):
     def siblings(self, q: Tensor) -> Siblings:
         """Draws without replacement from each row of `q` (`[n, vocab]`), which may be overwritten."""
 

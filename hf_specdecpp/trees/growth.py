@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import AcceptanceRates, Estimator
-from hf_specdecpp.sampling.randomness import Siblings, TreeRandomness, likeliest
+from hf_specdecpp.sampling.randomness import Randomness, Siblings, likeliest
 from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings, Level
 from hf_specdecpp.trees.shapes import Shape
 from hf_specdecpp.trees.tree import DraftTree
@@ -283,7 +283,7 @@ class Slots:
     """How the slots of one sequence's trees are valued and filled."""
 
     estimator: Estimator  # estimates the acceptance of drawn tokens
-    randomness: TreeRandomness | None = None  # draws siblings; `None` takes the likeliest tokens (greedy targets)
+    randomness: Randomness | None = None  # draws siblings; `None` takes the likeliest tokens (greedy targets)
     eos_token_ids: Collection[int] = ()  # these tokens get no children
     valuation: SlotValuation = field(default_factory=SlotValuation)  # turns estimates into priorities
     buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)  # memory for q, shared by consecutive trees

@@ -29,7 +29,7 @@ from hf_specdecpp.draft_kinds.known import DFLASH, DSPARK
 from hf_specdecpp.drafting.chain import StoppingRule, next_step
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
+from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.texts.sampling import point_mass
 from hf_specdecpp.trees.head_siblings import Level
 from hf_specdecpp.trees.tree import Chain, DraftTree
@@ -243,7 +243,7 @@ class NotProcessed(KindRound):
 class OnePathForAll(KindTree):
     """Of a tree's nodes all are told what was processed on the first one's path."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         seen: dict[int, Tensor] = {}
         for node, row in list(tree.scores.items()):
@@ -301,7 +301,7 @@ class AnotherRow(AnotherBias):
 class AnotherParent(KindTree):
     """A node's q is returned with the bias of the node before it at the same depth."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         session, scores = self.models.session, dict(tree.scores)
         known = session._memory.copy()
@@ -408,7 +408,7 @@ def test_a_looked_up_chain_emits_exactly_p(base: type[LookupRound], verification
 class LookupTree(ToyTree):
     """A tree with looked up branches: below its root, and below every node that was drawn."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         for start in range(len(tree) + 1):
             node = start
@@ -418,7 +418,7 @@ class LookupTree(ToyTree):
                 node = tree.add(node, token, looked_up=True)
         return tree
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         path, token = super().verify(tree, randomness, prefix)
         return follow_tree(tree, path, token, lambda node: int(randomness.categorical(self.p(tree, node, prefix))))
 
@@ -468,7 +468,7 @@ class KeepsTheCandidate(Alone):
 class DrawsAgain(LookupTree):
     """A looked up candidate is accepted by a draw of its own, not by the token that verification has drawn."""
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         path, _ = ToyTree.verify(self, tree, randomness, prefix)
         node = path[-1] if path else 0
         token = int(randomness.categorical(self.p(tree, node, prefix)))

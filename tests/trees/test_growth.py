@@ -19,7 +19,7 @@ from hf_specdecpp.sampling.randomness import (
     Ranked,
     Siblings,
     TorchRandomness,
-    TreeRandomness,
+    Randomness,
 )
 from hf_specdecpp.trees import growth as algorithms
 from hf_specdecpp.trees import shapes as of_trees
@@ -30,7 +30,7 @@ from hf_specdecpp.trees.tree import DraftTree
 
 
 def growth(
-    expand: RandomDraft, depth: int = 12, randomness: TreeRandomness | None = None, estimator: Estimator | None = None
+    expand: RandomDraft, depth: int = 12, randomness: Randomness | None = None, estimator: Estimator | None = None
 ) -> Growth:
     return Growth(expand, Slots(estimator or DraftProbability(), randomness), root=0, max_depth=depth)
 
@@ -39,7 +39,7 @@ def growth(
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [2, 16, 64, 256, 1024])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_budget_is_used_up_a_pass_for_each_level(kind: str, budget: int, randomness: TreeRandomness | None) -> None:
+def test_the_budget_is_used_up_a_pass_for_each_level(kind: str, budget: int, randomness: Randomness | None) -> None:
     tree_growth = growth(RandomDraft(kind, seed=budget), randomness=randomness)
     algorithms.grow_by_level(tree_growth, budget, algorithms.ThresholdSchedule())
     tree = tree_growth.tree
@@ -57,7 +57,7 @@ def test_the_budget_is_used_up_a_pass_for_each_level(kind: str, budget: int, ran
 
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
-def test_algorithm_1_draws_at_the_best_slot(randomness: TreeRandomness | None) -> None:
+def test_algorithm_1_draws_at_the_best_slot(randomness: Randomness | None) -> None:
     torch.manual_seed(0)
     tree_growth = growth(RandomDraft("mixed", seed=0), randomness=randomness)
     algorithms.grow_exactly(tree_growth, 64)
@@ -96,7 +96,7 @@ def test_greedy_slots_compete_with_their_candidates_worth(
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: TreeRandomness | None) -> None:
+def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Randomness | None) -> None:
     """In expected accepted candidates, with a draft pass a level in the place of one a node."""
     means = []
     for exact in (True, False):
@@ -155,7 +155,7 @@ def test_depth_and_ends_of_sequences() -> None:
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("support", [[3, 5], []])
-def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRandomness | None) -> None:
+def test_a_shape_larger_than_the_support(support: list[int], randomness: Randomness | None) -> None:
     draft = RandomDraft("sharp", seed=0)
     row = torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor(support, dtype=torch.long), 0.0)
     draft.at = lambda path: row  # type: ignore[method-assign]
@@ -277,7 +277,7 @@ def test_a_head_is_told_what_it_was_trained_on() -> None:
 
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
-def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> None:
+def test_a_head_judges_a_level_at_once(randomness: Randomness | None) -> None:
     head = make_estimator("before", seed=0)
     tree_growth, calls = growth(RandomDraft("mixed", seed=0), randomness=randomness, estimator=head), []
     head.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from support.enumeration.toy_trees import RandomDraft
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer, ThresholdSchedule, grow_by_level, grow_exactly
 from hf_specdecpp.trees.head_siblings import Level
@@ -49,7 +49,7 @@ class LargeRandomDraft(RandomDraft):
 
 
 def one_round(
-    draft: LargeRandomDraft, budget: int, randomness: TreeRandomness | None, buffer: SoftmaxBuffer
+    draft: LargeRandomDraft, budget: int, randomness: Randomness | None, buffer: SoftmaxBuffer
 ) -> tuple[float, DraftTree]:
     """Seconds of a round, and its tree. The target agrees with the draft, so that long paths are accepted."""
     torch.manual_seed(0)  # the same tree again, so that its rows are there
@@ -83,7 +83,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", SHARES)
-def test_time_outside_the_models(kind: str, randomness: TreeRandomness | None) -> None:
+def test_time_outside_the_models(kind: str, randomness: Randomness | None) -> None:
     """The least of several, as other processes only ever add to it. Also no more than n log n."""
     draft, found = LargeRandomDraft(SHARES[kind]), []
     for budget in (64, 768):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import AcceptanceRates
-from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.trees.growth import (
     Growth,
     Slots,
@@ -62,7 +62,7 @@ class ToyTree:
         self.outcomes: set[int] = set()
 
     @torch.inference_mode()
-    def __call__(self, randomness: TreeRandomness, prefix: Tokens = ()) -> Tokens:
+    def __call__(self, randomness: Randomness, prefix: Tokens = ()) -> Tokens:
         tree = self.draft(randomness, prefix)
         path, token = self.verify(tree, randomness, prefix)
         self.last = tree, path
@@ -75,12 +75,12 @@ class ToyTree:
 
     # Mutants override these.
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         growth = self.growth(randomness, prefix)
         self.grow(growth)
         return growth.tree
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         return verify_tree(tree, lambda node: self.p(tree, node, prefix), randomness, self.verifier)
 
     def p(self, tree: DraftTree, node: int, prefix: Tokens) -> Tensor:
@@ -96,7 +96,7 @@ class ToyTree:
 
         return expand
 
-    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+    def growth(self, randomness: Randomness | None, prefix: Tokens = ()) -> Growth:
         by_costs = self.algorithm == "throughput" and self.rates is None
         valuation = self.throughput if by_costs else SlotValuation(self.rates)
         how = Slots(self.estimator, randomness, self.models.eos, valuation, ahead=self.ahead)
