@@ -123,14 +123,11 @@ class DraftTree:
     def depth_first(self) -> list[int]:
         """All nodes, parents before children and each subtree contiguous: the order of rows in the target's pass.
         Attention masks then have few blocks (DySpec, appendix C)."""
-        below = [list(children) for children in self.children]
-        for (parent, _), node in self.looked_up.items():
-            below[parent].append(node)
         order, stack = [], [0]
         while stack:
             node = stack.pop()
             order.append(node)
-            stack += reversed(below[node])
+            stack += reversed(self.below(node))
         return order
 
     def as_chain(self) -> DraftTree:
@@ -154,7 +151,7 @@ class DraftTree:
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
         """For the root and each drawn node of `path`: its children's estimates, and the accepted child's rank or
         `None`."""
-        drawn = self.drawn(path) if self.looked_up else path
+        drawn = self.drawn(path)
         for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
 
@@ -191,9 +188,6 @@ class Chain(DraftTree):
         self._ids = ids
         if len(tokens) > count:
             self.followed_by(tokens[count:])
-
-    def path(self, node: int) -> list[int]:
-        return self.tokens[1 : node + 1]
 
     def followed_by(self, tokens: Sequence[int]) -> Chain:
         """Append candidates that were looked up, and return this chain."""
