@@ -61,6 +61,12 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def exponential(*shape: int, device: torch.device) -> Tensor:
+    """Independent exponential numbers above 0: the index of the largest w_i / E_i is drawn in proportion to w."""
+    times = torch.empty(shape, dtype=torch.float32, device=device).exponential_()
+    return times.clamp_min_(torch.finfo(times.dtype).tiny)
+
+
 class TorchRandomness:
     """Draws from torch's global generators, so `torch.manual_seed` fixes a run. One instance per generation."""
 
@@ -99,8 +105,7 @@ class TorchRandomness:
         """A positive exponential number for each element of `like` `[n, size]`, made in advance for several draws."""
         count, size = like.shape
         if self._used + count > len(self._ahead) or (size, like.device) != (self._ahead.shape[1], self._ahead.device):
-            times = torch.empty((max(count, DRAWS_AHEAD), size), dtype=torch.float32, device=like.device).exponential_()
-            self._ahead, self._used = times.clamp_min_(torch.finfo(times.dtype).tiny), 0
+            self._ahead, self._used = exponential(max(count, DRAWS_AHEAD), size, device=like.device), 0
         self._used += count
         return self._ahead[self._used - count : self._used]
 
