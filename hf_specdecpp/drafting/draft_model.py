@@ -240,6 +240,8 @@ class ModelSession(DraftingSession):
     A draft with recurrent layers also rolls back to the start of the round, and reads accepted candidates again.
     """
 
+    length = 0
+
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__()
         self.drafter, self.vocab_size, self.embed = drafter, vocab_size, drafter.embed
@@ -270,10 +272,11 @@ class ModelSession(DraftingSession):
             new_tokens = self.drafter.known(new_tokens)
         # A view would keep the whole sequence alive, once per round.
         self._pending.append((new_tokens.clone(), states))
+        self.length += keep + new_tokens.shape[1]
         self.unread += new_tokens.shape[1]
         self._num_read_candidates = self.passes = 0
 
-    def _next_tokens(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def next_tokens(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The tokens `[1, n]` of the next pass, and the states `[1, n, size]` before them if the draft reads states."""
         self.passes += 1
         if candidates:
@@ -299,17 +302,13 @@ class DraftSession(ModelSession):
         self.context = GrowingContext(self.cache)
         self._nodes: list[int] = []  # of the round's tree, in the order read
 
-    @property
-    def length(self) -> int:
-        return self.context.num_tokens + self.unread
-
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         if self.passes:
             path = None if rows is None else PathRows(list(rows), torch.tensor(rows, device="cpu"))
             self.context.commit(count, of, path)
 
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, states = self._next_tokens(candidates)
+        tokens, states = self.next_tokens(candidates)
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
         self._own_states = {0: hidden}
         if not candidates:
