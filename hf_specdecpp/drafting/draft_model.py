@@ -4,7 +4,7 @@ draft steps (`DraftSession`)."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -249,15 +249,14 @@ class ModelSession(DraftingSession):
         # Whether all emitted and drafted ids are in the embedding table; prompts may contain others.
         self.knows_all = num_embeddings(drafter.model) >= vocab_size
         self.device = drafter.device  # looked up once, which takes as long as a small matrix multiplication
-        self.waits = waits_for_reads(self.device)
         # Unread tokens `[1, n]` and their states `[1, n, size]`, by round; concatenated when the draft reads them.
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._num_read_candidates = 0
         self._own_states: dict[int, Tensor] = {}  # its own states `[hidden_size]` by tree node; a chain uses 0
 
     @abstractmethod
-    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
-        """Keep in the cache the first `count` of the last `of` tokens that were read; of a tree, those at `rows`."""
+    def _keep(self, count: int, of: int) -> None:
+        """Keep in the cache the first `count` of the last `of` tokens that were read."""
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         # The last token is always read, because the next candidate follows it. It can be an accepted candidate if the
@@ -284,11 +283,9 @@ class ModelSession(DraftingSession):
             token = candidates[-1].view(1, 1).to(self.device)
             own = self._own_states[0][None, None].to(self.device) if self.reads_states else None
             return token if self.knows_all else self.drafter.known(token), own
-        tokens, states = self._pending[0]
-        if len(self._pending) > 1:  # after rounds without candidates
-            tokens = torch.cat([each for each, _ in self._pending], dim=1)
-            known = [each for _, each in self._pending if each is not None]
-            states = torch.cat(known, dim=1) if known else None
+        tokens = torch.cat([each for each, _ in self._pending], dim=1)
+        known = [each for _, each in self._pending if each is not None]
+        states = torch.cat(known, dim=1) if known else None
         self._pending, self.unread = [], 0
         return tokens.to(self.device), states if states is None else states.to(self.device)
 
@@ -302,10 +299,9 @@ class DraftSession(ModelSession):
         self.context = GrowingContext(self.cache)
         self._nodes: list[int] = []  # of the round's tree, in the order read
 
-    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
+    def _keep(self, count: int, of: int) -> None:
         if self.passes:
-            path = None if rows is None else PathRows(list(rows), torch.tensor(rows, device="cpu"))
-            self.context.commit(count, of, path)
+            self.context.commit(count, of)
 
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, states = self.next_tokens(candidates)
@@ -349,7 +345,7 @@ class DraftSession(ModelSession):
         """
         if not self._nodes:  # nothing was drafted
             return
-        kept = [] if self.reads_states or self.waits else [node for node in path if node in self._nodes]
-        rows = [0, *map(self._nodes.index, kept)]
-        self._keep(len(rows), len(self._nodes), rows)
-        self._num_read_candidates, self._nodes = len(kept), []
+        again = self.reads_states or waits_for_reads(self.device)
+        rows = [0, *(self._nodes.index(node) for node in path if node in self._nodes and not again)]
+        self.context.commit(len(rows), len(self._nodes), PathRows(rows, torch.tensor(rows, device="cpu")))
+        self._num_read_candidates, self._nodes = len(rows) - 1, []

@@ -20,7 +20,7 @@ class RowSession(ModelSession):
     found: tuple[Tensor, Tensor]
     num_dropped = 0
 
-    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
+    def _keep(self, count: int, of: int) -> None:
         self.num_dropped += of - count
 
     def store(self, logits: Tensor, hidden: Tensor) -> None:
