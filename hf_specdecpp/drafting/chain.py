@@ -97,12 +97,10 @@ def drafting(
         tokens.append(token)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
-    if not drawn:
-        return Chain()
-    ids = torch.stack(drawn)
-    # Tokens after an end-of-sequence token are dropped because of that token, not because of their own values.
-    count = len(tokens := tokens or until_end(ids.tolist(), eos_token_ids))
-    return Chain(tokens, scores[:count], q[:count], ids[:count])
+    if drawn and not tokens:
+        # Tokens after an end-of-sequence token are dropped because of that token, not because of their own values.
+        tokens = until_end(torch.stack(drawn).tolist(), eos_token_ids)
+    return Chain(tokens, scores[: len(tokens)], q[: len(tokens)])
 
 
 class ChainDrafting:

@@ -259,8 +259,7 @@ class OutputText:
             return list(range(1, accepted + 1)), token
         p, drawn, randomness = scores.softmax(dim=-1), chain.num_drawn, self.randomness
         q = torch.stack([chain.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
-        candidates = cast(Chain, chain).ids(p.device)[:drawn]
-        accepted, token = verify_sampled(candidates, p[: drawn + 1], q, randomness, self.verification)
+        accepted, token = verify_sampled(chain.candidates[:drawn], p[: drawn + 1], q, randomness, self.verification)
         path = list(range(1, accepted + 1))
         return follow_tree(chain, path, token, lambda node: self._draw(scores[node]))
 

@@ -169,30 +169,21 @@ class Chain(DraftTree):
         scores: for each drawn candidate the `[vocab]` float32 logits whose softmax q it was drawn from. Further tokens
             were looked up.
         q: these distributions, if drawing has computed them.
-        ids: the candidates `[k]` int64 on the device where they were drawn, so that they need no upload.
     """
 
     widths = None
-    _ids: Tensor | None = None
 
-    def __init__(
-        self, tokens: Sequence[int] = (), scores: Sequence[Tensor] = (), q: Sequence[Tensor] = (),
-        ids: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, tokens: Sequence[int] = (), scores: Sequence[Tensor] = (), q: Sequence[Tensor] = ()) -> None:
         count = len(scores)
         self.tokens, self.parents, self.depths = [-1, *tokens[:count]], list(range(-1, count)), list(range(count + 1))
         self.ranks, self.values, self.estimates = [0] * (count + 1), [1.0] * (count + 1), [1.0] * (count + 1)
         self.children, self.looked_up = [[node] for node in range(1, count + 1)] + [[]], {}
         self.scores, self.distributions = dict(enumerate(scores)), dict(enumerate(q))
         self.passes = self.levels = count
-        self._ids = ids
-        if len(tokens) > count:
-            self.followed_by(tokens[count:])
+        self.followed_by(tokens[count:])
 
     def followed_by(self, tokens: Sequence[int]) -> Chain:
         """Append candidates that were looked up, and return this chain."""
-        if tokens:
-            self._ids = None
         for token in tokens:
             self.add(len(self), token, looked_up=True)
         return self
@@ -201,14 +192,6 @@ class Chain(DraftTree):
     def drawn_from(self) -> list[Tensor]:
         """For each drawn candidate the `[vocab]` logits whose softmax it was drawn from."""
         return [self.scores[node] for node in range(self.num_drawn)]
-
-    def ids(self, device: torch.device) -> Tensor:
-        """The candidates `[k]` on `device`."""
-        if self._ids is None:
-            tokens = self.tokens[1:]  # no upload of an empty list
-            self._ids = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.long, device=device)
-        self._ids = self._ids.to(device)  # used by the pass and by verification
-        return self._ids
 
 
 def relations(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
