@@ -35,7 +35,6 @@ from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
 from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, SoftmaxBuffer, check_estimator
-from hf_specdecpp.trees.head_siblings import Level
 from hf_specdecpp.trees.shapes import size
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
@@ -305,7 +304,8 @@ class TreeDrafting:
         estimator = setup.estimator if self.shape is None else DraftProbability()  # for statistics only
         check_estimator(estimator)
         self.most = self.limit = self.config.most_drafted if self.shape is None else size(self.shape)
-        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=SoftmaxBuffer(self.most))
+        buffer = SoftmaxBuffer(self.most)
+        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=buffer, embed=session.embed)
         self.processing = processing
         self.pace = growth.ThresholdSchedule()
         self.makes_chains = self.config.tree == "auto"
@@ -347,13 +347,12 @@ class TreeDrafting:
     def draft(self, input_ids: Tensor, longest: int) -> DraftTree:
         """Draft a tree of at most `longest` levels below the last token of `input_ids` `[1, length]`."""
 
-        def expand(tree: DraftTree, nodes: list[int]) -> Level:
-            passes = self.session.passes
+        def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
             scores, hidden = self.session.expand(tree, nodes)
             if not self.processing.does_nothing:
                 paths = [tree.path(node) for node in nodes]
                 scores = self.processing.after_each(input_ids, paths, scores).to(scores)
-            return Level(scores, hidden, self.session.embed, self.session.passes - passes)
+            return scores, hidden
 
         config, threshold = self.config, self.setup.decisions.tree_threshold
         depth = min(longest, self.setup.decisions.tree_depth) if self.shape is None else longest
@@ -370,6 +369,7 @@ class TreeDrafting:
             growth.grow_by_level(grown, config.tree_budget, self.pace, threshold)
         else:
             growth.grow_exactly(grown, config.tree_budget, threshold)
+        grown.tree.passes = self.session.passes
         return grown.tree
 
     def survival(self, tree: DraftTree) -> float | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import AcceptanceRates, Estimator
 from hf_specdecpp.sampling.randomness import Randomness, Siblings, likeliest
-from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings, Level
+from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings
 from hf_specdecpp.trees.shapes import Shape
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -135,15 +135,15 @@ def grow_shape(growth: Growth, shape: Shape) -> None:
 # Slots of a smaller value are never reached: apart from rounding, q has no token left.
 SMALLEST = 1e-12
 
-Expand = Callable[[DraftTree, list[int]], "Level"]
+Expand = Callable[[DraftTree, list[int]], tuple[Tensor, Tensor]]
 
 
 class Growth:
     """A growing tree, its open slots, and its leaves: nodes that may get children but whose q is not known yet.
 
     Args:
-        expand: gives the draft's `Level` after nodes of the tree (the root first, then any whose parents were
-            expanded): by node, with a draft pass, or by depth, from the marginals of a block.
+        expand: gives the draft's logits `[n, vocab]` float32 after all processors, whose softmax is q, and its hidden
+            states `[n, hidden_size]`, after n nodes of the tree (the root first, then any whose parents were expanded).
         root: the last token of the sequence; `max_depth`: nodes of this depth get no children.
 
     Attributes:
@@ -157,7 +157,7 @@ class Growth:
         self.open: dict[int, float] = {}
         self.leaves: dict[int, float] = {0: 1.0} if max_depth > 0 else {}
         self.forgone: list[float] = []
-        self.max_depth, self.greedy = max_depth, how.randomness is None
+        self.max_depth, self.greedy = max_depth, how.greedy
         self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
         self._expand, self._how, self._valuation, self.calibrated = expand, how, how.valuation, how.valuation.calibrated
         how.buffer.used = 0  # the q of earlier trees is no longer used
@@ -166,23 +166,21 @@ class Growth:
 
     def expand(self, nodes: list[int]) -> None:
         """Get D(.|path to node) for `nodes`, from a draft pass or an earlier one, and open their first slots."""
-        level = self._expand(self.tree, nodes)
-        self.tree.passes += level.passes
+        how, (scores, hidden) = self._how, self._expand(self.tree, nodes)
+        self.tree.passes += 1
         self.tree.levels += 1
-        q = self._how.buffer.softmax(level.scores)
-        how = self._how
-        draw = likeliest if how.randomness is None else how.randomness.siblings
+        q = how.buffer.softmax(scores)
         depths, head = [self.tree.depths[node] for node in nodes], how.estimator
         chances: list[float | None] = [None] * len(nodes)
         if isinstance(head, AcceptanceHead) and head.inputs == "before":
-            judged = HeadJudgedSiblings(q, draw, head, level, depths, how.ahead)
+            judged = HeadJudgedSiblings(how, q, scores, hidden, depths)
             below = map(judged.of_node, range(len(nodes)))
         else:
             if isinstance(head, AcceptanceHead):
-                chances = head.probability(head(level.hidden), torch.tensor(depths), self.greedy).tolist()
-            below = map(partial(judged_siblings, draw(q)), range(len(nodes)), chances)
+                chances = head.probability(head(hidden), torch.tensor(depths), self.greedy).tolist()
+            below = map(partial(judged_siblings, how.siblings(q)), range(len(nodes)), chances)
         for row, (node, siblings) in enumerate(zip(nodes, below, strict=True)):
-            self.tree.scores[node] = level.scores[row]
+            self.tree.scores[node] = scores[row]
             self._siblings[node] = siblings
             self._open(node, self.leaves.pop(node), chances[row])
 
@@ -289,6 +287,15 @@ class Slots:
     buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)  # memory for q, shared by consecutive trees
     ahead: int = AHEAD  # number of siblings of a node that a head judges in advance
     branches: bool = True  # whether nodes may have siblings
+    embed: Callable[[Tensor], Tensor] | None = None  # for a head: maps token ids to the draft's input embeddings
+
+    @property
+    def greedy(self) -> bool:
+        return self.randomness is None
+
+    def siblings(self, q: Tensor) -> Siblings:
+        """Draws, or for a greedy target orders, the tokens of each row of `q` `[n, vocab]`, which may be overwritten."""
+        return likeliest(q) if self.randomness is None else self.randomness.siblings(q)
 
 
 # The siblings of a level. --------------------------------------------------------------------------------------------

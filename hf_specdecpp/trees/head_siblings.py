@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.sampling.randomness import Siblings, likeliest
 
 # Number of siblings of a node that a head judges at once: its pass costs the same for one as for a few.
 AHEAD = 4
-
-
-@dataclass
-class Level:
-    """The draft's output after n nodes of a tree: `scores` `[n, vocab]` float32 after all processors, whose softmax is
-    q; for a head the `hidden` states `[n, hidden_size]` they were computed from, and `embed`, which maps token ids to
-    input embeddings; and the number of draft `passes`, 0 if an earlier pass gave this output."""
-
-    scores: Tensor
-    hidden: Tensor
-    embed: Callable[[Tensor], Tensor]
-    passes: int = 1
 
 
 class HeadJudgedSiblings:
@@ -35,17 +21,19 @@ class HeadJudgedSiblings:
 
     A few siblings of every node (`ahead`) are drawn ahead, so that one pass of the head serves a level. The output
     stays exact: a sibling is seen only after the decision to take it, and siblings that are not taken are forgotten.
+
+    Args:
+        how: the `Slots` of the tree.
+        q, scores, hidden: `[n, vocab]`, the softmax of the draft's logits, these, and `[n, hidden_size]`, the states
+            that they were computed from.
     """
 
-    def __init__(
-        self, q: Tensor, draw: Callable[[Tensor], Siblings], head: AcceptanceHead, level: Level, depths: Sequence[int],
-        ahead: int,
-    ) -> None:  # fmt: skip
-        self.head, self.level, self.greedy = head, level, draw is likeliest
+    def __init__(self, how: Any, q: Tensor, scores: Tensor, hidden: Tensor, depths: Sequence[int]) -> None:
+        self.how, self.head, self.scores, self.hidden = how, how.estimator, scores, hidden
         self.depths = torch.tensor(depths, device=q.device)
-        self.entropies, self.tops = _entropies(q, level.scores).cpu(), _likeliest(q, ahead + 1)
-        self.siblings = draw(q)  # from here on q may be overwritten
-        self.ahead = [ahead] * len(depths)
+        self.entropies, self.tops = _entropies(q, scores).cpu(), _likeliest(q, how.ahead + 1)
+        self.siblings = how.siblings(q)  # from here on q may be overwritten
+        self.ahead = [how.ahead] * len(depths)
         self.drawn: list[list[tuple[int, float]]] = [[] for _ in depths]  # tokens, with q
         self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]  # tokens, with estimates
 
@@ -63,7 +51,7 @@ class HeadJudgedSiblings:
     def _judge(self, rows: range) -> None:
         """Draw and judge further siblings in each of `rows`, which all have the same number of judged siblings."""
         ahead, known, span = self.ahead[rows[0]], len(self.judged[rows[0]]), slice(rows.start, rows.stop)
-        tops = _likeliest(self.level.scores[span].softmax(dim=-1), known + ahead + 1) if known else self.tops
+        tops = _likeliest(self.scores[span].softmax(dim=-1), known + ahead + 1) if known else self.tops
         for row in rows:
             draws = [self.siblings.draw_next(row) for _ in range(ahead)]
             self.drawn[row] += [each for each in draws if each is not None]
@@ -72,10 +60,10 @@ class HeadJudgedSiblings:
         drawn = pad_sequence(of_rows, batch_first=True)
         if drawn.shape[1] == known:  # no token is left
             return
-        scalars = sibling_features(drawn, tops, self.entropies[span], self.greedy)[:, known:]
-        tokens, hidden = drawn[:, known:, 0].long(), self.level.hidden[span, None]
-        log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
-        judged = self.head.probability(log_odds, self.depths[span, None], self.greedy)
+        scalars = sibling_features(drawn, tops, self.entropies[span], self.how.greedy)[:, known:]
+        tokens, hidden = drawn[:, known:, 0].long(), self.hidden[span, None]
+        log_odds = self.head(hidden, self.how.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
+        judged = self.head.probability(log_odds, self.depths[span, None], self.how.greedy)
         for row, estimates in zip(rows, judged.tolist(), strict=True):
             further = [token for token, _ in self.drawn[row][known:]]
             self.judged[row] += zip(further, estimates, strict=False)

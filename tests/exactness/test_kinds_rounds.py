@@ -9,7 +9,6 @@ Chains and trees whose last candidates were looked up, behind drawn ones or alon
 that had the candidate, taken for its q; the candidate left in what is drawn from once it was rejected; a candidate that
 is looked up as it is needed, after the target's token was drawn."""
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.texts.sampling import point_mass
-from hf_specdecpp.trees.head_siblings import Level
+from hf_specdecpp.trees.growth import Expand
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import follow_tree, verify_sampled
 
@@ -152,15 +151,15 @@ class KindTree(ToyTree):
 
     models: Any
 
-    def expander(self, prefix: Tokens) -> Callable[[DraftTree, list[int]], Level]:
+    def expander(self, prefix: Tokens) -> Expand:
         session, text = self.models.begun(prefix)
 
-        def expand(tree: DraftTree, nodes: list[int]) -> Level:
-            before = session.passes
+        def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
             scores, hidden = session.expand(tree, nodes)
             if isinstance(self.models, Block):
                 scores = self.models.processing.after_each(text, [tree.path(node) for node in nodes], scores).double()
-            return Level(scores, hidden, session.embed, session.passes - before)
+            tree.passes = session.passes - 1  # `Growth` counts this one
+            return scores, hidden
 
         return expand
 

@@ -32,7 +32,8 @@ from hf_specdecpp.trees.tree import DraftTree
 def growth(
     expand: RandomDraft, depth: int = 12, randomness: Randomness | None = None, estimator: Estimator | None = None
 ) -> Growth:
-    return Growth(expand, Slots(estimator or DraftProbability(), randomness), root=0, max_depth=depth)
+    how = Slots(estimator or DraftProbability(), randomness, embed=lambda tokens: torch.ones(*tokens.shape, 4))
+    return Growth(expand, how, root=0, max_depth=depth)
 
 
 @pytest.mark.daily("unsure-2-greedy", "unsure-256-sampled", "sharp-64-greedy", "mixed-2-sampled", "mixed-1024-greedy")

@@ -13,7 +13,6 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer, ThresholdSchedule, grow_by_level, grow_exactly
-from hf_specdecpp.trees.head_siblings import Level
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import likeliest_tokens, verify_tree, verify_tree_greedy
 
@@ -32,9 +31,9 @@ class LargeRandomDraft(RandomDraft):
     def __init__(self, shares: list[float]) -> None:
         super().__init__("unsure", 0, VOCAB)
         self.shares = torch.tensor(shares)
-        self.levels: dict[tuple[int, ...], Level] = {}
+        self.levels: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, tree: DraftTree, nodes: list[int]) -> Level:
+    def __call__(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         if tuple(nodes) not in self.levels:
             self.levels[tuple(nodes)] = super().__call__(tree, nodes)
         return self.levels[tuple(nodes)]
@@ -115,10 +114,10 @@ def test_the_drawings() -> None:
     def text_of(tree: DraftTree, node: int) -> str:
         return " ".join(WORDS[token] for token in (tree.tokens[0], *tree.path(node)))
 
-    def expand(tree: DraftTree, nodes: list[int]) -> Level:
+    def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         chances = [CHANCES[text_of(tree, node)] for node in nodes]
         scores = torch.tensor([[row.get(word, 0.0) for word in WORDS] for row in chances]).log()
-        return Level(scores, torch.zeros(len(nodes), 1), lambda tokens: tokens[..., None])
+        return scores, torch.zeros(len(nodes), 1)
 
     for grow in (lambda growth: grow_exactly(growth, 6), lambda growth: grow_by_level(growth, 6, ThresholdSchedule())):
         growth = Growth(expand, Slots(DraftProbability()), root=0, max_depth=4)
