@@ -72,10 +72,8 @@ class NgramCorrections:
         p, ids = logits.float().softmax(-1).topk(self.ids.shape[1])
         p, ids = p.to(self.probs).nan_to_num(0.0), ids.to(self.ids)
         places, keys = self._places(contexts)
-        groups = _disjoint_groups(places.tolist())
-        for rows in groups:
-            at = slice(None) if len(groups) == 1 else rows
-            self._learn(places[at], keys[at], ids[at], p[at])
+        for rows in _disjoint_groups(places.tolist()):
+            self._learn(places[rows], keys[rows], ids[rows], p[rows])
 
     def _learn(self, places: Tensor, keys: Tensor, ids: Tensor, p: Tensor) -> None:
         """Measure the accuracy of r, then update the entries at `places` `[n, ORDERS]`, which must differ.
