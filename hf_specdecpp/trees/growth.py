@@ -294,7 +294,7 @@ class Slots:
         return self.randomness is None
 
     def siblings(self, q: Tensor) -> Siblings:
-        """Draws, or for a greedy target orders, the tokens of each row of `q` `[n, vocab]`, which may be overwritten."""
+        """Draws the tokens of each row of `q` `[n, vocab]`, which may be overwritten; greedy: the likeliest first."""
         return likeliest(q) if self.randomness is None else self.randomness.siblings(q)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-
 # Number of siblings of a node that a head judges at once: its pass costs the same for one as for a few.
 AHEAD = 4
 

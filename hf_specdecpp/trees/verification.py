@@ -296,9 +296,12 @@ def verify_tree(
 
 def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness) -> tuple[int | None, int]:
     """A level of Algorithm 3: the accepted child of a node and its token, or `None` and the token drawn instead."""
-    for child, chance, mass in child_tests(tree, node, lambda _: p, p.new_ones(())):
-        if child is not None and randomness.bernoulli(float(chance)):
-            return child, tree.tokens[child]
+    tests = child_tests(tree, node, lambda _: p, p.new_ones(()))
+    child, chance, mass = next(tests)
+    while child is not None and not randomness.bernoulli(float(chance)):
+        child, chance, mass = next(tests)
+    if child is not None:
+        return child, tree.tokens[child]
     return None, int(randomness.categorical(p if mass is None else or_p(mass, p)))
 
 

@@ -16,10 +16,10 @@ from hf_specdecpp.sampling.randomness import (
     BLOCK,
     Inverted,
     Likeliest,
+    Randomness,
     Ranked,
     Siblings,
     TorchRandomness,
-    Randomness,
 )
 from hf_specdecpp.trees import growth as algorithms
 from hf_specdecpp.trees import shapes as of_trees
