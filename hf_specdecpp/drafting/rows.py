@@ -62,7 +62,7 @@ class BatchSession:
             self.rows[place].store(of_row, hidden[place])
 
     def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
-        """Read `fed`, what `next_tokens` gives by row: hidden states `[rows, hidden_size]` after each row's last token."""
+        """Read `fed`, what `next_tokens` gives by row: hidden states `[rows, hidden_size]` after each last token."""
         device, dtype = self.rows[0].device, self.drafter.dtype
         width = max(tokens.shape[1] for tokens, _ in fed.values())
         all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)
