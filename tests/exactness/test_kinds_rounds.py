@@ -153,12 +153,13 @@ class KindTree(ToyTree):
 
     def expander(self, prefix: Tokens) -> Expand:
         session, text = self.models.begun(prefix)
+        before = session.passes
 
         def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
             scores, hidden = session.expand(tree, nodes)
             if isinstance(self.models, Block):
                 scores = self.models.processing.after_each(text, [tree.path(node) for node in nodes], scores).double()
-            tree.passes = session.passes - 1  # `Growth` counts this one
+            tree.passes = session.passes - before - 1  # `Growth` counts this one
             return scores, hidden
 
         return expand
