@@ -139,7 +139,7 @@ class ChainDrafting:
 
     def draft(self, input_ids: Tensor, longest: int) -> Chain:
         """Draft at most `longest` candidates after the sequence `input_ids` `[1, length]`."""
-        chain = draft_chains([self.step_by_step(input_ids, longest)], lambda _: True)[0]
+        (chain,) = draft_chains([self.step_by_step(input_ids, longest)])
         chain.passes = self.session.passes
         return chain
 
@@ -153,9 +153,11 @@ class ChainDrafting:
         return None if self.eos_token_ids.intersection(chain.candidates) else self.rule.survival(len(chain))
 
 
-def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[Chain]:
-    """Draft the chains of several rows (coroutines, `drafting`) step by step together. `prepare` is called before each
-    step with the candidates of the unfinished rows, by index in `rows`; if it returns `False`, all end."""
+def draft_chains(
+    rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool] | None = None
+) -> list[Chain]:
+    """Draft the chains of several rows (coroutines, `drafting`) step by step together. `prepare`, if any, is called
+    before each step with the candidates of the unfinished rows, by index in `rows`; if it returns `False`, all end."""
     chains: dict[int, Chain] = {}
     going, goes_on = list(range(len(rows))), None
     while going:
@@ -166,7 +168,7 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
             except StopIteration as end:
                 chains[place] = end.value
         going = list(candidates)
-        goes_on = bool(going) and prepare(candidates)
+        goes_on = prepare is None or not going or prepare(candidates)
     return [chains[place] for place in range(len(rows))]
 
 

@@ -157,7 +157,7 @@ class Growth:
         self.open: dict[int, float] = {}
         self.leaves: dict[int, float] = {0: 1.0} if max_depth > 0 else {}
         self.forgone: list[float] = []
-        self.max_depth, self.greedy = max_depth, how.greedy
+        self.max_depth, self.greedy = max_depth, how.randomness is None
         self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
         self._expand, self._how, self._valuation, self.calibrated = expand, how, how.valuation, how.valuation.calibrated
         how.buffer.used = 0  # the q of earlier trees is no longer used
@@ -170,15 +170,16 @@ class Growth:
         self.tree.passes += 1
         self.tree.levels += 1
         q = how.buffer.softmax(scores)
+        drawing = likeliest(q) if how.randomness is None else how.randomness.siblings(q)
         depths, head = [self.tree.depths[node] for node in nodes], how.estimator
         chances: list[float | None] = [None] * len(nodes)
         if isinstance(head, AcceptanceHead) and head.inputs == "before":
-            judged = HeadJudgedSiblings(how, q, scores, hidden, depths)
+            judged = HeadJudgedSiblings(how, drawing, q, scores, hidden, depths)
             below = map(judged.of_node, range(len(nodes)))
         else:
             if isinstance(head, AcceptanceHead):
                 chances = head.probability(head(hidden), torch.tensor(depths), self.greedy).tolist()
-            below = map(partial(judged_siblings, how.siblings(q)), range(len(nodes)), chances)
+            below = map(partial(judged_siblings, drawing), range(len(nodes)), chances)
         for row, (node, siblings) in enumerate(zip(nodes, below, strict=True)):
             self.tree.scores[node] = scores[row]
             self._siblings[node] = siblings
@@ -288,14 +289,6 @@ class Slots:
     ahead: int = AHEAD  # number of siblings of a node that a head judges in advance
     branches: bool = True  # whether nodes may have siblings
     embed: Callable[[Tensor], Tensor] | None = None  # for a head: maps token ids to the draft's input embeddings
-
-    @property
-    def greedy(self) -> bool:
-        return self.randomness is None
-
-    def siblings(self, q: Tensor) -> Siblings:
-        """Draws the tokens of each row of `q` `[n, vocab]`, which may be overwritten; greedy: the likeliest first."""
-        return likeliest(q) if self.randomness is None else self.randomness.siblings(q)
 
 
 # The siblings of a level. --------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_specdecpp.sampling.randomness import Siblings
+
 # Number of siblings of a node that a head judges at once: its pass costs the same for one as for a few.
 AHEAD = 4
 
@@ -23,15 +25,18 @@ class HeadJudgedSiblings:
 
     Args:
         how: the `Slots` of the tree.
+        siblings: draws from q, which is then overwritten.
         q, scores, hidden: `[n, vocab]`, the softmax of the draft's logits, these, and `[n, hidden_size]`, the states
             that they were computed from.
     """
 
-    def __init__(self, how: Any, q: Tensor, scores: Tensor, hidden: Tensor, depths: Sequence[int]) -> None:
-        self.how, self.head, self.scores, self.hidden = how, how.estimator, scores, hidden
+    def __init__(
+        self, how: Any, siblings: Siblings, q: Tensor, scores: Tensor, hidden: Tensor, depths: Sequence[int]
+    ) -> None:
+        self.head, self.embed, self.greedy = how.estimator, how.embed, how.randomness is None
+        self.siblings, self.scores, self.hidden = siblings, scores, hidden
         self.depths = torch.tensor(depths, device=q.device)
         self.entropies, self.tops = _entropies(q, scores).cpu(), _likeliest(q, how.ahead + 1)
-        self.siblings = how.siblings(q)  # from here on q may be overwritten
         self.ahead = [how.ahead] * len(depths)
         self.drawn: list[list[tuple[int, float]]] = [[] for _ in depths]  # tokens, with q
         self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]  # tokens, with estimates
@@ -59,10 +64,10 @@ class HeadJudgedSiblings:
         drawn = pad_sequence(of_rows, batch_first=True)
         if drawn.shape[1] == known:  # no token is left
             return
-        scalars = sibling_features(drawn, tops, self.entropies[span], self.how.greedy)[:, known:]
+        scalars = sibling_features(drawn, tops, self.entropies[span], self.greedy)[:, known:]
         tokens, hidden = drawn[:, known:, 0].long(), self.hidden[span, None]
-        log_odds = self.head(hidden, self.how.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
-        judged = self.head.probability(log_odds, self.depths[span, None], self.how.greedy)
+        log_odds = self.head(hidden, self.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
+        judged = self.head.probability(log_odds, self.depths[span, None], self.greedy)
         for row, estimates in zip(rows, judged.tolist(), strict=True):
             further = [token for token, _ in self.drawn[row][known:]]
             self.judged[row] += zip(further, estimates, strict=False)

@@ -180,7 +180,8 @@ class Chain(DraftTree):
         self.children, self.looked_up = [[node] for node in range(1, count + 1)] + [[]], {}
         self.scores, self.distributions = dict(enumerate(scores)), dict(enumerate(q))
         self.passes = self.levels = count
-        self.followed_by(tokens[count:])
+        if len(tokens) > count:
+            self.followed_by(tokens[count:])
 
     def followed_by(self, tokens: Sequence[int]) -> Chain:
         """Append candidates that were looked up, and return this chain."""
