@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ class Sampling:
     def scores(self, logits: Tensor) -> Tensor:
         """Processed logits, `[n, vocab]` float32; the softmax of the result is sampled from."""
         nothing = torch.empty((1, 0), dtype=torch.long, device=logits.device)  # the processors do not read the prefix
-        return LogitsProcessorList(self.processors)(nothing, logits.float())
+        process: Any = LogitsProcessorList(self.processors)
+        return process(nothing, logits.float())
 
     def p(self, logits: Tensor) -> Tensor:
         """The target's probabilities p `[n, vocab]` from its logits."""
