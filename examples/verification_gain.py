@@ -21,7 +21,6 @@ from torch import Tensor
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.growth import Growth, Slots, ThresholdSchedule, grow_by_level, grow_shape
-from hf_specdecpp.trees.head_siblings import Level
 from hf_specdecpp.trees.shapes import make_shape
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import block_tests, carried, chain_ratios, leftovers, token_weights
@@ -64,9 +63,9 @@ class RandomModels:
             self.rows[path] = logits, logits + self.noise * torch.randn(VOCAB)
         return self.rows[path]
 
-    def __call__(self, tree: DraftTree, nodes: list[int]) -> Level:
+    def __call__(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         scores = torch.stack([self.at(tree, node)[1] for node in nodes])
-        return Level(scores, scores[:, :1], lambda tokens: tokens[..., None])
+        return scores, scores[:, :1]
 
 
 def tree(name: str, noise: float, pace: ThresholdSchedule) -> list[float]:

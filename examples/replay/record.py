@@ -34,8 +34,7 @@ from torch import Tensor
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.estimation.estimators import scalar_features
-from hf_specdecpp.sampling.randomness import draw_rows, uniform
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.texts.sampling import Sampling, draw_rows, uniform
 from hf_specdecpp.training import recorded_chains as branches
 
 MAX_TOKENS = 20  # candidates per round, the paper's maximum

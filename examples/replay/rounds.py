@@ -27,10 +27,9 @@ from hf_specdecpp.benchmark.summary import grouped
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.sampling.randomness import seed_of
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.texts.sampling import Sampling, seed_of
 from hf_specdecpp.training.recorded_chains import BranchingText, target_states
-from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import verify_tree_greedy
 
 STEPS = (0.05, 0.19)  # costs of a draft pass, in target passes, for the comparison
@@ -126,10 +125,9 @@ class RoundReplay:
         inner = [node for node in tree.depth_first()[1:] if tree.children[node]]
         states = branching.states[position - 1 : position]
         if inner:
-            ancestors, depths = Lineage().feed(tree, [0, *inner])
+            tokens, ancestors, depths = TreePass(tree, [0, *inner]).upload(torch.device("cpu"))
             starts = torch.full((len(inner),), position)
             below, places = ancestors[1:, 1:], position - 1 + depths[1:]
-            tokens = torch.tensor([tree.tokens[node] for node in inner])
             nodes = branching.read(*(each.to(branching.reader.device) for each in (tokens, starts, below, places)))
             branching.cache.crop(-len(inner))
             states = torch.cat((states, nodes))

@@ -28,8 +28,7 @@ from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
 from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.generation.setup import make_rule, plan_for
-from hf_specdecpp.sampling.randomness import seed_of
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.texts.sampling import Sampling, seed_of
 
 LENGTHS = range(1, 15)
 THRESHOLDS = [round(i / 20, 2) for i in range(1, 20)] + [0.97, 0.99]

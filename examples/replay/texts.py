@@ -26,10 +26,9 @@ from hf_specdecpp.benchmark.report import notes
 from hf_specdecpp.cli_options import BenchmarkConfig, parse_names, parse_temperatures
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import eos_ids
-from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.prompts import sample_prompts
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.texts.sampling import Sampling, seed_of
 
 
 @dataclass

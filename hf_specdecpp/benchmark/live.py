@@ -26,9 +26,9 @@ from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, until_end
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.models.loading import load_tokenizer, show_bars
 from hf_specdecpp.provenance import command
-from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.encoding import padded
 from hf_specdecpp.texts.parting import explain_parting
+from hf_specdecpp.texts.sampling import seed_of
 from hf_specdecpp.throughput.known_costs import forget_costs, without_known_costs
 
 WARM_UP_TOKENS = 8

@@ -17,10 +17,11 @@ from hf_specdecpp.cuda_graphs.draft_steps import DrawnLevel, RoundSteps, Unrolle
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedContext
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.identity import identity
-from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, exponential, num_drawn, remaining, slot_values
+from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, num_drawn, remaining, slot_values
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator, lag_of
 from hf_specdecpp.sampling.processors import Processing, Warpers
+from hf_specdecpp.sampling.randomness import exponential
 from hf_specdecpp.trees.verification import Verification
 
 READ_AT_ONCE = 2048  # tokens of a prompt per pass: the mask is quadratic

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.caches.masks import span
+from hf_specdecpp.sampling.randomness import exponential
 from hf_specdecpp.trees.verification import Verification, acceptance_of, or_p, sibling_tests
 
 
@@ -20,12 +21,6 @@ def draw_next(weights: Tensor, last: Tensor) -> Tensor:
     of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
     first = (of_last / exponential(*of_last.shape, device=weights.device)).max(-1)
     return torch.where(first.values > 0.0, first.indices, -1)
-
-
-def exponential(*shape: int, device: torch.device) -> Tensor:
-    """Independent exponential numbers above 0: the index of the largest w_i / E_i is drawn in proportion to w."""
-    times = torch.empty(shape, dtype=torch.float32, device=device).exponential_()
-    return times.clamp_min_(torch.finfo(times.dtype).tiny)
 
 
 def num_drawn(weights: Tensor, greedy: bool) -> Tensor:

@@ -57,7 +57,7 @@ class MaskSession(DraftSession):
         if not self.passes:
             drafter = self.drafter
             count = int(max(min(drafter.block, drafter.max_length - self.length + 1), 1))  # positions may end
-            tokens, _ = self._next_tokens([])
+            tokens, _ = self.next_tokens([])
             self.cache.activate_past_recording()
             self.context.begin_round()
             read = functional.pad(tokens, (0, count - 1), value=drafter.mask_token)

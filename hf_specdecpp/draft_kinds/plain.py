@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
@@ -140,6 +141,7 @@ class NoDraft(Draft):
     """A draft that proposes no candidates."""
 
     model = None
+    device, dtype = torch.device("cpu"), torch.float32
     places = 0
     steps_class = NoSteps
 

@@ -42,7 +42,7 @@ def next_step(
     scores, hidden = found
     if not processing.does_nothing:
         scores = processing.one(input_ids, candidates, scores).to(scores)
-    if processing.may_forbid_all and processing.forbids_all(scores):  # the round ends
+    if processing.may_forbid_all and not bool(scores.amax() > -math.inf):  # no token is left, so the round ends
         return None
     return DraftStep(len(candidates), scores, hidden, session.embed, greedy)
 
@@ -97,14 +97,10 @@ def drafting(
         tokens.append(token)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
-    if not drawn:
-        return Chain()
-    ids = torch.stack(drawn)
-    if tokens:
-        return Chain(tokens, scores, q, ids)
-    # Tokens after an end-of-sequence token are dropped because of that token, not because of their own values.
-    count = len(tokens := until_end(ids.tolist(), eos_token_ids))
-    return Chain(tokens, scores[:count], q[:count], ids[:count])
+    if drawn and not tokens:
+        # Tokens after an end-of-sequence token are dropped because of that token, not because of their own values.
+        tokens = until_end(torch.stack(drawn).tolist(), eos_token_ids)
+    return Chain(tokens, scores[: len(tokens)], q[: len(tokens)])
 
 
 class ChainDrafting:
@@ -143,12 +139,7 @@ class ChainDrafting:
 
     def draft(self, input_ids: Tensor, longest: int) -> Chain:
         """Draft at most `longest` candidates after the sequence `input_ids` `[1, length]`."""
-        row = self.step_by_step(input_ids, longest)
-        try:
-            while True:
-                next(row)
-        except StopIteration as end:
-            chain: Chain = end.value
+        (chain,) = draft_chains([self.step_by_step(input_ids, longest)])
         chain.passes = self.session.passes
         return chain
 
@@ -162,9 +153,11 @@ class ChainDrafting:
         return None if self.eos_token_ids.intersection(chain.candidates) else self.rule.survival(len(chain))
 
 
-def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[Chain]:
-    """Draft the chains of several rows (coroutines, `drafting`) step by step together. `prepare` is called before each
-    step with the candidates of the unfinished rows, by index in `rows`; if it returns `False`, all end."""
+def draft_chains(
+    rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool] | None = None
+) -> list[Chain]:
+    """Draft the chains of several rows (coroutines, `drafting`) step by step together. `prepare`, if any, is called
+    before each step with the candidates of the unfinished rows, by index in `rows`; if it returns `False`, all end."""
     chains: dict[int, Chain] = {}
     going, goes_on = list(range(len(rows))), None
     while going:
@@ -175,7 +168,7 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
             except StopIteration as end:
                 chains[place] = end.value
         going = list(candidates)
-        goes_on = bool(going) and prepare(candidates)
+        goes_on = prepare is None or not going or prepare(candidates)
     return [chains[place] for place in range(len(rows))]
 
 
@@ -186,12 +179,9 @@ def _read_token(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
     token = torch.tensor(-1) if draft.token is None else draft.token
     if signal is None:
         return int(token), rule.stops(None)
-    if token.device.type == "cpu":
-        values = [int(token), float(signal)]
-    else:
-        dtype = widest(token.device)
-        values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
-    return int(values[0]), rule.stops(0.0 if math.isnan(values[1]) else values[1])  # nan would stay in the rule
+    dtype = widest(token.device)
+    drawn, judged = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
+    return int(drawn), rule.stops(0.0 if math.isnan(judged) else judged)  # nan would stay in the rule
 
 
 # Stopping rules. -----------------------------------------------------------------------------------------------------

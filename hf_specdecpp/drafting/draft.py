@@ -109,7 +109,7 @@ class Draft:
         reads: turns the target's states into the draft's inputs (`StateReader`); `None`: the draft reads no states.
     """
 
-    model: CausalLM | None  # that drafts, if any
+    model: CausalLM  # that drafts; `None` if nothing is drawn
     session_class: type[Any]  # `DraftingSession` of a sequence
     steps_class: type[Any]  # `RoundSteps`, for a draft that can be captured
     block: int = 1  # number of candidates that one draft pass proposes
@@ -126,11 +126,11 @@ class Draft:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32
+        return self.model.dtype
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -167,7 +167,7 @@ class Draft:
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:
         """If `wanted` and possible, prepare rounds captured as CUDA graphs; `fuse`: compile small pieces."""
-        if self.model is None or not wanted or not graphs.can_capture(self.device):
+        if not wanted or not graphs.can_capture(self.device):
             self.captured = None
             return
         now = [fuse, *identity({name: each for name, each in vars(self).items() if name != "captured"})]
@@ -212,14 +212,6 @@ class StateDraft(Draft):
         check_beside(target)
         self.model, self.reads = model, reader
         self.hidden_size, self.embedding_size = int(reader.hidden_size), int(reader.embedding_size)
-
-    @property
-    def device(self) -> Any:
-        return self.model.device
-
-    @property
-    def dtype(self) -> Any:
-        return self.model.dtype
 
     def for_capture(self, fuse: bool) -> Any:
         own = copy(self)

@@ -4,7 +4,7 @@ draft steps (`DraftSession`)."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embedding
 from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.sampling.randomness import waits_for_reads
-from hf_specdecpp.trees.tree import DraftTree, Lineage, upload
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 
 class DraftModel(nn.Module):
@@ -240,6 +240,8 @@ class ModelSession(DraftingSession):
     A draft with recurrent layers also rolls back to the start of the round, and reads accepted candidates again.
     """
 
+    length = 0
+
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__()
         self.drafter, self.vocab_size, self.embed = drafter, vocab_size, drafter.embed
@@ -247,15 +249,14 @@ class ModelSession(DraftingSession):
         # Whether all emitted and drafted ids are in the embedding table; prompts may contain others.
         self.knows_all = num_embeddings(drafter.model) >= vocab_size
         self.device = drafter.device  # looked up once, which takes as long as a small matrix multiplication
-        self.waits = waits_for_reads(self.device)
         # Unread tokens `[1, n]` and their states `[1, n, size]`, by round; concatenated when the draft reads them.
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._num_read_candidates = 0
         self._own_states: dict[int, Tensor] = {}  # its own states `[hidden_size]` by tree node; a chain uses 0
 
     @abstractmethod
-    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
-        """Keep in the cache the first `count` of the last `of` tokens that were read; of a tree, those at `rows`."""
+    def _keep(self, count: int, of: int) -> None:
+        """Keep in the cache the first `count` of the last `of` tokens that were read."""
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         # The last token is always read, because the next candidate follows it. It can be an accepted candidate if the
@@ -270,10 +271,11 @@ class ModelSession(DraftingSession):
             new_tokens = self.drafter.known(new_tokens)
         # A view would keep the whole sequence alive, once per round.
         self._pending.append((new_tokens.clone(), states))
+        self.length += keep + new_tokens.shape[1]
         self.unread += new_tokens.shape[1]
         self._num_read_candidates = self.passes = 0
 
-    def _next_tokens(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def next_tokens(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The tokens `[1, n]` of the next pass, and the states `[1, n, size]` before them if the draft reads states."""
         self.passes += 1
         if candidates:
@@ -281,11 +283,9 @@ class ModelSession(DraftingSession):
             token = candidates[-1].view(1, 1).to(self.device)
             own = self._own_states[0][None, None].to(self.device) if self.reads_states else None
             return token if self.knows_all else self.drafter.known(token), own
-        tokens, states = self._pending[0]
-        if len(self._pending) > 1:  # after rounds without candidates
-            tokens = torch.cat([each for each, _ in self._pending], dim=1)
-            known = [each for _, each in self._pending if each is not None]
-            states = torch.cat(known, dim=1) if known else None
+        tokens = torch.cat([each for each, _ in self._pending], dim=1)
+        known = [each for _, each in self._pending if each is not None]
+        states = torch.cat(known, dim=1) if known else None
         self._pending, self.unread = [], 0
         return tokens.to(self.device), states if states is None else states.to(self.device)
 
@@ -297,28 +297,21 @@ class DraftSession(ModelSession):
         super().__init__(drafter, vocab_size)
         self.cache = DynamicCache(config=drafter.text_config)
         self.context = GrowingContext(self.cache)
-        self._recording = False
-        self._lineage: Any = None  # a `Lineage`: the nodes of a tree that the cache holds
+        self._nodes: list[int] = []  # of the round's tree, in the order read
 
-    @property
-    def length(self) -> int:
-        return self.context.num_tokens + self.unread
-
-    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
-        if self._recording and not self.unread:  # the last round had draft passes
-            path = None if rows is None else PathRows(list(rows), torch.tensor(rows, device="cpu"))
-            self.context.commit(count, of, path)
+    def _keep(self, count: int, of: int) -> None:
+        if self.passes:
+            self.context.commit(count, of)
 
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        tokens, states = self._next_tokens(candidates)
+        tokens, states = self.next_tokens(candidates)
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
         self._own_states = {0: hidden}
-        if not self._recording:
-            # From here on the cache must be able to roll back. The prompt needs no roll-back: recording it, layers
-            # with a sliding window would keep all of it.
-            self.cache.activate_past_recording()
-            self._recording = True
         if not candidates:
+            if not self.context.num_tokens:
+                # From here on the cache must be able to roll back. The prompt needs no roll-back: recording it, layers
+                # with a sliding window would keep all of it.
+                self.cache.activate_past_recording()
             self.context.begin_round()
             self.reads_again = self.reads_states or self.context.rollback_point is not None
         return self.drafter.logits(hidden, self.vocab_size), hidden
@@ -326,20 +319,20 @@ class DraftSession(ModelSession):
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         """As in `DraftingSession`. The root must be read first, alone: it follows all unread tokens."""
         if nodes == [0]:
-            self._lineage = Lineage()
-            self._lineage.feed(tree, nodes)
+            self._nodes = [0]
             logits, hidden = self.propose_next([])
             return logits[None], hidden[None]
-        states, lineage = None, self._lineage
+        states = None
         if self.reads_states:
             states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
-        num_prefix = self.cache.get_seq_length() - len(lineage.nodes)
-        fed = torch.tensor([[tree.tokens[node] for node in nodes]], device="cpu"), *lineage.feed(tree, nodes)
-        tokens, ancestors, depths = upload(fed, self.device)
-        inputs = {}  # none for a single node that sees all earlier nodes, as in a chain
-        if len(nodes) > 1 or not bool(fed[1].all()):
+        read = len(self._nodes)
+        self._nodes += nodes
+        tokens, ancestors, depths = TreePass(tree, self._nodes).upload(self.device, first=read)
+        inputs = {}
+        if len(nodes) > 1 or tree.depths[nodes[0]] < read:  # a single node that sees all earlier ones extends a chain
+            num_prefix = self.cache.get_seq_length() - read
             inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
-        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
+        hidden = self.drafter.hidden_states(tokens[None], self.cache, states, are_known=self.knows_all, **inputs)[0]
         self.passes += 1
         self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
@@ -350,10 +343,9 @@ class DraftSession(ModelSession):
         If the draft reads states or runs on an accelerator, only the root stays, and accepted nodes are read again: a
         pass over a few more tokens takes no longer on an accelerator, and moving rows would need an upload.
         """
-        if self._lineage is None:  # nothing was drafted
+        if not self._nodes:  # nothing was drafted
             return
-        again = self.reads_states or self.waits
-        places = self._lineage.places
-        rows = [0] + [places[node] for node in path if node in places and not again]
-        self._keep(len(rows), len(self._lineage.nodes), rows)
-        self._num_read_candidates, self._lineage = len(rows) - 1, None
+        again = self.reads_states or waits_for_reads(self.device)
+        rows = [0, *(self._nodes.index(node) for node in path if node in self._nodes and not again)]
+        self.context.commit(len(rows), len(self._nodes), PathRows(rows, torch.tensor(rows, device="cpu")))
+        self._num_read_candidates, self._nodes = len(rows) - 1, []

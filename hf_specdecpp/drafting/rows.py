@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.batches import BatchContext
-from hf_specdecpp.drafting.draft_model import DraftModel, ModelSession
+from hf_specdecpp.drafting.draft_model import ModelSession
 from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 
 
@@ -18,28 +18,13 @@ class RowSession(ModelSession):
     hidden state of the row's next step in `found`. `num_dropped`: rejected tokens that its cache still has."""
 
     found: tuple[Tensor, Tensor]
+    num_dropped = 0
 
-    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
-        super().__init__(drafter, vocab_size)
-        self.num_dropped = 0
-        self._num_read = 0
-
-    @property
-    def length(self) -> int:
-        return self._num_read + self.unread
-
-    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
+    def _keep(self, count: int, of: int) -> None:
         self.num_dropped += of - count
-        self._num_read -= of - count
-
-    def feed(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The tokens `[1, n]` that the row reads next, and states `[1, n, size]` before them (`_next_tokens`)."""
-        tokens, states = self._next_tokens(candidates)
-        self._num_read += tokens.shape[1]
-        return tokens, states
 
     def store(self, logits: Tensor, hidden: Tensor) -> None:
-        """Store the draft's logits and hidden state after the tokens of `feed`."""
+        """Store the draft's logits and hidden state after the tokens of `next_tokens`."""
         self.found, self._own_states = (logits, hidden), {0: hidden}
 
     def propose_next(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -69,7 +54,7 @@ class BatchSession:
             self.context.close_up()
             for row in self.rows:
                 row.num_dropped = 0
-        fed = {place: self.rows[place].feed(candidates) for place, candidates in asking.items()}
+        fed = {place: self.rows[place].next_tokens(candidates) for place, candidates in asking.items()}
         hidden = self._read(fed)
         places = list(fed)
         logits = self.drafter.logits(hidden[places], self.vocab_size)
@@ -77,7 +62,7 @@ class BatchSession:
             self.rows[place].store(of_row, hidden[place])
 
     def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
-        """Read `fed`, the result of `feed` by row: hidden states `[rows, hidden_size]` after each row's last token."""
+        """Read `fed`, what `next_tokens` gives by row: hidden states `[rows, hidden_size]` after each last token."""
         device, dtype = self.rows[0].device, self.drafter.dtype
         width = max(tokens.shape[1] for tokens, _ in fed.values())
         all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)

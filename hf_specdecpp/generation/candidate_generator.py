@@ -29,13 +29,12 @@ from hf_specdecpp.lookup.looking_up import LookingUp
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text, modules_of, num_logits
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.randomness import AsPlain, Randomness, TorchRandomness
 from hf_specdecpp.throughput.known_costs import DraftWork, RoundTimes
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
 from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, SoftmaxBuffer, check_estimator
-from hf_specdecpp.trees.head_siblings import Level
 from hf_specdecpp.trees.shapes import size
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
@@ -84,7 +83,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         # All candidates need positions in the target. The token after them counts for `most`, but is not read.
         self._longest = min(longest_text(target), most - 1)
         self.eos_token_ids = eos_ids(generation_config)
-        sample: TreeRandomness = TorchRandomness() if setup.drafter.places else AsPlain()
+        sample: Randomness = TorchRandomness() if setup.drafter.places else AsPlain()
         self.randomness = sample if generation_config.do_sample else None
         self.processing = Processing(logits_processor or [])
         captures = setup.speculation.graphs == "auto" and graphs.can_capture(input_device(target))
@@ -296,7 +295,7 @@ class TreeDrafting:
     for_trees, rule = True, None
 
     def __init__(
-        self, setup: DraftSetup, session: DraftingSession, processing: Processing, randomness: TreeRandomness | None,
+        self, setup: DraftSetup, session: DraftingSession, processing: Processing, randomness: Randomness | None,
         eos_token_ids: frozenset[int], decided: dict[str, str],
     ) -> None:  # fmt: skip
         self.decided = decided
@@ -305,7 +304,8 @@ class TreeDrafting:
         estimator = setup.estimator if self.shape is None else DraftProbability()  # for statistics only
         check_estimator(estimator)
         self.most = self.limit = self.config.most_drafted if self.shape is None else size(self.shape)
-        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=SoftmaxBuffer(self.most))
+        buffer = SoftmaxBuffer(self.most)
+        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=buffer, embed=session.embed)
         self.processing = processing
         self.pace = growth.ThresholdSchedule()
         self.makes_chains = self.config.tree == "auto"
@@ -347,13 +347,12 @@ class TreeDrafting:
     def draft(self, input_ids: Tensor, longest: int) -> DraftTree:
         """Draft a tree of at most `longest` levels below the last token of `input_ids` `[1, length]`."""
 
-        def expand(tree: DraftTree, nodes: list[int]) -> Level:
-            passes = self.session.passes
+        def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
             scores, hidden = self.session.expand(tree, nodes)
             if not self.processing.does_nothing:
                 paths = [tree.path(node) for node in nodes]
                 scores = self.processing.after_each(input_ids, paths, scores).to(scores)
-            return Level(scores, hidden, self.session.embed, self.session.passes - passes)
+            return scores, hidden
 
         config, threshold = self.config, self.setup.decisions.tree_threshold
         depth = min(longest, self.setup.decisions.tree_depth) if self.shape is None else longest
@@ -370,6 +369,7 @@ class TreeDrafting:
             growth.grow_by_level(grown, config.tree_budget, self.pace, threshold)
         else:
             growth.grow_exactly(grown, config.tree_budget, threshold)
+        grown.tree.passes = self.session.passes
         return grown.tree
 
     def survival(self, tree: DraftTree) -> float | None:

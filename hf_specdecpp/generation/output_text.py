@@ -259,8 +259,7 @@ class OutputText:
             return list(range(1, accepted + 1)), token
         p, drawn, randomness = scores.softmax(dim=-1), chain.num_drawn, self.randomness
         q = torch.stack([chain.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
-        candidates = cast(Chain, chain).ids(p.device)[:drawn]
-        accepted, token = verify_sampled(candidates, p[: drawn + 1], q, randomness, self.verification)
+        accepted, token = verify_sampled(chain.candidates[:drawn], p[: drawn + 1], q, randomness, self.verification)
         path = list(range(1, accepted + 1))
         return follow_tree(chain, path, token, lambda node: self._draw(scores[node]))
 
@@ -283,12 +282,10 @@ class OutputText:
         return int(token)
 
     def process(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the logits of all rows, `[rows, vocab]` float32; those of a tree may be overwritten."""
+        """Process the logits of all rows, `[rows, vocab]` float32, which may be overwritten."""
         tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
         if not processing.answers_all:
             return self._process_allowed(tree_pass, scores.clone())
-        if isinstance(tree, Chain):
-            return processing.along(self.ids, tree.ids(scores.device), scores)
         rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
         paths = [tree.path(order[row]) for row in rows]
         if len(rows) == len(scores):

@@ -316,7 +316,7 @@ class SingleTarget(TargetSide):
         context, input_ids, tree = self.context, each.text.ids, each.tree
         saved = None if self.trial is None else SavedCache(context.cache)
         if isinstance(tree, Chain):
-            inputs = context.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
+            inputs = context.chain_inputs(input_ids, tree.candidates)
         else:
             inputs = context.tree_inputs(input_ids, each.rows)
         work, clock = self.work_clock(), time.perf_counter()

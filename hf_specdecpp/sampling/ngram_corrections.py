@@ -58,7 +58,8 @@ class NgramCorrections:
         self.ids = torch.arange(count, dtype=torch.int32, device=device).repeat(places, 1)
         self.probs = torch.zeros(places, count, dtype=torch.float32, device=device)
         self._lengths = torch.arange(1, ORDERS + 1, device=device)
-        self._layouts = {at: _layout(num_ids, at) for at in (torch.device("cpu"), self.ids.device)}
+        self._powers = (num_ids + 1) ** torch.arange(ORDERS, device=device)
+        self._begins = num_ids + 1 + PLACES * torch.arange(ORDERS - 1, device=device)  # of longer contexts' entries
         expected = ((torch.arange(BUCKETS, dtype=torch.float32, device=device) + 0.5) / BUCKETS).repeat(ORDERS + 1)
         self.correct, self.trials = PRIOR * expected, torch.full_like(expected, PRIOR)
         self.odds = _odds(expected)
@@ -66,16 +67,13 @@ class NgramCorrections:
 
     @torch.no_grad()
     def record(self, contexts: Tensor, logits: Tensor) -> None:
-        """Record the target's `logits` `[n, num_ids]`, before processors, after `contexts` `[n, ORDERS]` on the host
+        """Record the target's `logits` `[n, num_ids]`, before processors, after `contexts` `[n, ORDERS]`
         (`contexts_of`), the oldest first. NaN counts as probability 0."""
         p, ids = logits.float().softmax(-1).topk(self.ids.shape[1])
         p, ids = p.to(self.probs).nan_to_num(0.0), ids.to(self.ids)
         places, keys = self._places(contexts)
-        groups = _disjoint_groups(places.tolist())
-        places, keys = places.to(self.ids.device), keys.to(self.ids.device)
-        for rows in groups:
-            at = slice(None) if len(groups) == 1 else rows
-            self._learn(places[at], keys[at], ids[at], p[at])
+        for rows in _disjoint_groups(places.tolist()):
+            self._learn(places[rows], keys[rows], ids[rows], p[rows])
 
     def _learn(self, places: Tensor, keys: Tensor, ids: Tensor, p: Tensor) -> None:
         """Measure the accuracy of r, then update the entries at `places` `[n, ORDERS]`, which must differ.
@@ -106,10 +104,11 @@ class NgramCorrections:
 
     def _places(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
         """Indices `[n, ORDERS]` of the entries for the last one, two and three tokens of contexts `[n, ORDERS]`, and
-        the keys `[n, ORDERS]` that identify these tokens."""
-        digits, spread, mask, begin = self._layouts[contexts.device]
-        keys = (contexts.clamp_max(self.num_ids)[:, None] * digits).sum(-1)
-        return (keys * spread >> 32 & mask) + begin, keys
+        the keys `[n, ORDERS]` that identify these tokens. A single token is its own key and index."""
+        latest_first = contexts.to(self.ids.device).clamp_max(self.num_ids).flip(-1)
+        keys = (latest_first * self._powers).cumsum(-1)
+        hashed = (keys[:, 1:] * SPREAD >> 32 & PLACES - 1) + self._begins
+        return torch.cat((keys[:, :1], hashed), dim=-1), keys
 
     def _known(self, places: Tensor, is_known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Length `[n]` of the longest known part of each context (0: none), and r after it: ids and probabilities
@@ -132,7 +131,7 @@ class NgramCorrections:
         odds are 0.444, so w is 0.308, and q becomes [0.415, 0.431, 0.062] / 0.908. In sampled generation the odds are
         0.333, so w is 0.25, and q becomes [0.45, 0.425, 0.05] / 0.925.
         """
-        places, keys = self._places(contexts.to(self.ids.device))
+        places, keys = self._places(contexts)
         order, ids, r = self._known(places, self.keys[places] == keys)
         odds = self.odds[_bucket(order, r.amax(-1))][:, None]
         # If a draft is spread over devices, its LM head may be on another device than its first layer.
@@ -183,17 +182,6 @@ def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
 def _odds(chance: Tensor) -> Tensor:
     chance = chance.clamp(0.0, MAX_CHANCE)
     return chance / (1.0 - chance)
-
-
-def _layout(num_ids: int, device: torch.device) -> list[Tensor]:
-    """For contexts of one, two and three tokens: factors `[ORDERS, ORDERS]` of tokens in keys; hash multipliers, bit
-    masks and first indices `[ORDERS]`. A single token is its own key and index (2**32 and a shift cancel)."""
-    count, longer = num_ids + 1, range(1, ORDERS)
-    digits = [[count**back if back <= order else 0 for back in reversed(range(ORDERS))] for order in range(ORDERS)]
-    spread = [1 << 32, *(SPREAD for _ in longer)]
-    mask = [-1, *(PLACES - 1 for _ in longer)]
-    begin = [0, *(count + PLACES * (order - 1) for order in longer)]
-    return [torch.tensor(values, device=device) for values in (digits, spread, mask, begin)]
 
 
 def _bucket(order: Tensor, largest: Tensor) -> Tensor:

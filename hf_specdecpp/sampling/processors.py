@@ -215,11 +215,8 @@ class Processing:
         self.answers_all = all(class_of(_of_all_rows(each)) in KNOWN for each in self.processors)
 
     def for_graphs(self) -> Processing:
-        """With only those processors that CUDA graphs can run."""
-        found = Processing([each for each in self.processors if class_of(each) in KEEPS_SOME])
-        if found.fits_graphs:
-            return found
-        return Processing([each for each in found.processors if class_of(each) in PREFIX_FREE])
+        """With only those processors that CUDA graphs can run. No penalty may ignore tokens (`together`)."""
+        return Processing([each for each in self.processors if class_of(each) in KEEPS_SOME])
 
     def with_contents(self) -> Processing:
         """With a `Warpers` in place of each run of consecutive `WARPERS`, whose numbers are then in a tensor."""
@@ -264,8 +261,6 @@ class Processing:
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""
-        if not self.processors:
-            return scores
         prefix = input_ids if self.prefix_free or not len(candidates) else extend(input_ids, candidates)
         return self._apply(prefix, scores[None])[0]
 
@@ -276,25 +271,8 @@ class Processing:
         before = rows.new_zeros((len(rows), 1), dtype=torch.long) if texts is None else texts.flatten(0, 1)
         return self._apply(before, rows).view_as(scores)
 
-    def forbids_all(self, scores: Tensor) -> bool:
-        """Whether processed `scores` (`[vocab]`) allow no token. Waits for the device only if that is possible."""
-        return self.may_forbid_all and not bool(scores.amax() > float("-inf"))
-
-    def along(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
-        """Process `scores` (`[k + 1, vocab]`): row i follows `input_ids` (`[1, length]`) and i of the k candidates."""
-        if not self.processors:
-            return scores
-        if self.prefix_free:
-            return self._apply(input_ids, scores)
-        tokens = extend(input_ids, candidates)
-        length = input_ids.shape[1]
-        rows = [self._apply(tokens[:, : length + i], scores[i : i + 1]) for i in range(len(candidates) + 1)]
-        return torch.cat(rows)
-
     def after_each(self, input_ids: Tensor, paths: Sequence[list[int]], scores: Tensor) -> Tensor:
         """Process `scores` (`[n, vocab]`): row i follows `input_ids` (`[1, length]`) and the candidates `paths[i]`."""
-        if not self.processors:
-            return scores
         if self.prefix_free:
             return self._apply(input_ids, scores)
         lengths = [len(path) for path in paths]

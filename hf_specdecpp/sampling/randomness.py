@@ -1,11 +1,7 @@
-"""All random decisions of speculative decoding, so that a test can enumerate the outcomes of each.
-
-Training and benchmarks draw many rows at once (`draw_rows`), from seeds of their own (`seed_of`).
-"""
+"""All random decisions of speculative decoding, so that a test can enumerate the outcomes of each."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Protocol
@@ -44,8 +40,6 @@ class Randomness(Protocol):
             weights: `[n, size]`; rows need not sum to 1.
         """
 
-
-class TreeRandomness(Randomness, Protocol):
     def siblings(self, q: Tensor) -> Siblings:
         """Draws without replacement from each row of `q` (`[n, vocab]`), which may be overwritten."""
 
@@ -65,6 +59,12 @@ def widest(device: torch.device) -> torch.dtype:
     except (TypeError, RuntimeError):  # of Apple's GPUs, of some of Intel's
         return torch.float32
     return torch.float64
+
+
+def exponential(*shape: int, device: torch.device) -> Tensor:
+    """Independent exponential numbers above 0: the index of the largest w_i / E_i is drawn in proportion to w."""
+    times = torch.empty(shape, dtype=torch.float32, device=device).exponential_()
+    return times.clamp_min_(torch.finfo(times.dtype).tiny)
 
 
 class TorchRandomness:
@@ -105,8 +105,7 @@ class TorchRandomness:
         """A positive exponential number for each element of `like` `[n, size]`, made in advance for several draws."""
         count, size = like.shape
         if self._used + count > len(self._ahead) or (size, like.device) != (self._ahead.shape[1], self._ahead.device):
-            times = torch.empty((max(count, DRAWS_AHEAD), size), dtype=torch.float32, device=like.device).exponential_()
-            self._ahead, self._used = times.clamp_min_(torch.finfo(times.dtype).tiny), 0
+            self._ahead, self._used = exponential(max(count, DRAWS_AHEAD), size, device=like.device), 0
         self._used += count
         return self._ahead[self._used - count : self._used]
 
@@ -130,31 +129,6 @@ class AsPlain(TorchRandomness):
 
     def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
         return 0, int(self.categorical(weights[0]))
-
-
-def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) of `shape`, of dtype `widest`. Drawn on the host by `generator`, by default torch's global one,
-    so that a seed gives the same numbers for every device."""
-    return torch.rand(shape, generator=generator, dtype=torch.float64).to(device, widest(device))
-
-
-def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`; `generator` as in `uniform`.
-
-    By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer.
-    """
-    if widest(probs.device) != torch.float64:  # float32 sums may fall, so that probability 0 could be drawn
-        return draw_rows(probs.cpu(), generator).to(probs.device)
-    sums = probs.cumsum(-1, dtype=torch.float64)
-    at = uniform((len(probs), 1), generator, probs.device) * sums[:, -1:]
-    # The first entry whose sum is larger, which never has probability 0.
-    return torch.searchsorted(sums, at, right=True)[:, 0].clamp_max(probs.shape[-1] - 1)
-
-
-def seed_of(seed: int, *parts: object) -> int:
-    """A seed of 31 bits for these parts of a run; adding a row's number stays within 32 bits."""
-    digest = hashlib.sha256("/".join(map(str, (seed, *parts))).encode()).digest()
-    return int.from_bytes(digest[:4], "big") // 2
 
 
 BLOCK = 256  # tokens in a block of `Likeliest` and `Inverted`

@@ -1,15 +1,18 @@
-"""p and q at a temperature and top-k, computed with the logits processors of `generate()`."""
+"""p and q at a temperature and top-k, computed with the logits processors of `generate()`, and draws from many rows at
+once, for training and benchmarks."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.randomness import widest
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Sampling:
     def scores(self, logits: Tensor) -> Tensor:
         """Processed logits, `[n, vocab]` float32; the softmax of the result is sampled from."""
         nothing = torch.empty((1, 0), dtype=torch.long, device=logits.device)  # the processors do not read the prefix
-        return Processing(self.processors).along(nothing, [], logits.float())
+        process: Any = LogitsProcessorList(self.processors)
+        return process(nothing, logits.float())
 
     def p(self, logits: Tensor) -> Tensor:
         """The target's probabilities p `[n, vocab]` from its logits."""
@@ -58,3 +62,28 @@ class Sampling:
 def point_mass(token: Tensor, like: Tensor) -> Tensor:
     """Distributions `[..., vocab]` that are 1 at `token` `[...]`, with the dtype and vocabulary size of `like`."""
     return F.one_hot(token, like.shape[-1]).to(like.dtype)
+
+
+def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Numbers in [0, 1) of `shape`, of dtype `widest`. Drawn on the host by `generator`, by default torch's global one,
+    so that a seed gives the same numbers for every device."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64).to(device, widest(device))
+
+
+def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`; `generator` as in `uniform`.
+
+    By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer.
+    """
+    if widest(probs.device) != torch.float64:  # float32 sums may fall, so that probability 0 could be drawn
+        return draw_rows(probs.cpu(), generator).to(probs.device)
+    sums = probs.cumsum(-1, dtype=torch.float64)
+    at = uniform((len(probs), 1), generator, probs.device) * sums[:, -1:]
+    # The first entry whose sum is larger, which never has probability 0.
+    return torch.searchsorted(sums, at, right=True)[:, 0].clamp_max(probs.shape[-1] - 1)
+
+
+def seed_of(seed: int, *parts: object) -> int:
+    """A seed of 31 bits for these parts of a run; adding a row's number stays within 32 bits."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *parts))).encode()).digest()
+    return int.from_bytes(digest[:4], "big") // 2

@@ -19,18 +19,16 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.unrolling import in_blocks, in_rounds, reached
 from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.sampling.randomness import draw_rows, uniform
 from hf_specdecpp.texts import answers
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.texts.sampling import Sampling, draw_rows, uniform
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
+from hf_specdecpp.training.distillation.unrolling import in_blocks, in_rounds, reached
 from hf_specdecpp.training.models import Trained, fingerprint
 from hf_specdecpp.training.trainers import Record, joined, shards
-from hf_specdecpp.trees.verification import acceptance
 
 FOLDER, RECORD = "features", "features.json"
 TEXTS_PER_SHARD = 64
@@ -204,6 +202,13 @@ def draw_siblings(q: Tensor, n: int, generator: torch.Generator | None = None, g
         valid.append(some_left[..., 0])
         left = left.scatter(-1, token[..., None], 0.0)
     return DrawnSiblings(torch.stack(tokens, -1), drawn_from, torch.stack(masses, -1), torch.stack(valid, -1))
+
+
+def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    """min(1, p(y) / q(y)), `[...]`: the probability that candidate y, `token` `[...]`, is accepted (SpecDec++, section
+    3.2); 0 if p or q is nan."""
+    p_of, q_of = (probs.gather(-1, token[..., None])[..., 0] for probs in (p, q))
+    return (p_of / q_of).clamp_max(1.0).nan_to_num(0.0)
 
 
 def sibling_labels(p: Tensor, drawn_from: list[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,7 @@ from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.sampling.randomness import draw_rows
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.texts.sampling import Sampling, draw_rows
 from hf_specdecpp.training.features import to_half
 from hf_specdecpp.training.head import batch_log_odds
 from hf_specdecpp.training.models import Trained, fingerprint

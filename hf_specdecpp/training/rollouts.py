@@ -22,10 +22,10 @@ from transformers.utils import logging
 
 from hf_specdecpp.files import replacing
 from hf_specdecpp.provenance import commit_of
-from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.answers import FOLDER, HELDOUT, RECORD, TRAIN
 from hf_specdecpp.texts.encoding import Codec, Encoded
 from hf_specdecpp.texts.prompts import Prompt, named_sources, read_prompts, sample_prompts, split_prompts
+from hf_specdecpp.texts.sampling import seed_of
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.targets import LocalTarget, ServerTarget
 from hf_specdecpp.training.trainers import Record, process_state

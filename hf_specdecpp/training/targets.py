@@ -20,9 +20,8 @@ from transformers.utils import logging
 from hf_specdecpp.files import parse_json
 from hf_specdecpp.models.causal_lm import CACHE, takes_positions
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.sampling.randomness import draw_rows, seed_of
 from hf_specdecpp.texts.encoding import Codec, Encoded, padded
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.texts.sampling import Sampling, draw_rows, seed_of
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.models import load_target
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import AcceptanceRates, Estimator
-from hf_specdecpp.sampling.randomness import Siblings, TreeRandomness, likeliest
-from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings, Level
+from hf_specdecpp.sampling.randomness import Randomness, Siblings, likeliest
+from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings
 from hf_specdecpp.trees.shapes import Shape
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -41,15 +41,15 @@ LATEST = 0.1  # share of the latest round in the running means of `ThresholdSche
 def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
     """Algorithm 1: draw at the slot of the highest value, until the tree has `budget` nodes or all values are below
     `threshold`. One draft pass for each node that gets a child."""
-    leaves = [(-v, node) for node, v in growth.leaves.items()]
     while len(growth.tree) < budget:
-        promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf has a higher value
+        leaf = max(growth.leaves, key=growth.leaves.__getitem__, default=0)
+        promised = growth.leaves.get(leaf, -1.0)
         if max(promised, growth.best) < max(threshold, 0.0):
             break
-        if promised >= growth.best:
-            growth.expand([heappop(leaves)[1]])
-        elif (child := growth.draw_best()) in growth.leaves:
-            heappush(leaves, (-growth.leaves[child], child))
+        if promised >= growth.best:  # no child of a leaf has a higher value
+            growth.expand([leaf])
+        else:
+            growth.draw_best()
 
 
 def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshold: float = 0.0) -> None:
@@ -110,10 +110,7 @@ class ThresholdSchedule:
         if estimates:
             self.rounds += 1
             share = max(1.0 / self.rounds, LATEST)
-            entropy = 0.0
-            for a in estimates:
-                for x in (a, 1.0 - a):
-                    entropy -= x * math.log(x) if x > 0.0 else 0.0
+            entropy = sum(-x * math.log(x) for a in estimates for x in (a, 1.0 - a) if x > 0.0)
             self.split_entropy += share * (entropy / len(estimates) - self.split_entropy)
             self.estimate += share * (sum(estimates) / len(estimates) - self.estimate)
 
@@ -138,15 +135,15 @@ def grow_shape(growth: Growth, shape: Shape) -> None:
 # Slots of a smaller value are never reached: apart from rounding, q has no token left.
 SMALLEST = 1e-12
 
-Expand = Callable[[DraftTree, list[int]], "Level"]
+Expand = Callable[[DraftTree, list[int]], tuple[Tensor, Tensor]]
 
 
 class Growth:
     """A growing tree, its open slots, and its leaves: nodes that may get children but whose q is not known yet.
 
     Args:
-        expand: gives the draft's `Level` after nodes of the tree (the root first, then any whose parents were
-            expanded): by node, with a draft pass, or by depth, from the marginals of a block.
+        expand: gives the draft's logits `[n, vocab]` float32 after all processors, whose softmax is q, and its hidden
+            states `[n, hidden_size]`, after n nodes of the tree (the root first, then any whose parents were expanded).
         root: the last token of the sequence; `max_depth`: nodes of this depth get no children.
 
     Attributes:
@@ -169,23 +166,22 @@ class Growth:
 
     def expand(self, nodes: list[int]) -> None:
         """Get D(.|path to node) for `nodes`, from a draft pass or an earlier one, and open their first slots."""
-        level = self._expand(self.tree, nodes)
-        self.tree.passes += level.passes
+        how, (scores, hidden) = self._how, self._expand(self.tree, nodes)
+        self.tree.passes += 1
         self.tree.levels += 1
-        q = self._how.buffer.softmax(level.scores)
-        how = self._how
-        draw = likeliest if how.randomness is None else how.randomness.siblings
+        q = how.buffer.softmax(scores)
+        drawing = likeliest(q) if how.randomness is None else how.randomness.siblings(q)
         depths, head = [self.tree.depths[node] for node in nodes], how.estimator
         chances: list[float | None] = [None] * len(nodes)
         if isinstance(head, AcceptanceHead) and head.inputs == "before":
-            judged = HeadJudgedSiblings(q, draw, head, level, depths, how.ahead)
+            judged = HeadJudgedSiblings(how, drawing, q, scores, hidden, depths)
             below = map(judged.of_node, range(len(nodes)))
         else:
             if isinstance(head, AcceptanceHead):
-                chances = head.probability(head(level.hidden), torch.tensor(depths), self.greedy).tolist()
-            below = map(partial(judged_siblings, draw(q)), range(len(nodes)), chances)
+                chances = head.probability(head(hidden), torch.tensor(depths), self.greedy).tolist()
+            below = map(partial(judged_siblings, drawing), range(len(nodes)), chances)
         for row, (node, siblings) in enumerate(zip(nodes, below, strict=True)):
-            self.tree.scores[node] = level.scores[row]
+            self.tree.scores[node] = scores[row]
             self._siblings[node] = siblings
             self._open(node, self.leaves.pop(node), chances[row])
 
@@ -286,12 +282,13 @@ class Slots:
     """How the slots of one sequence's trees are valued and filled."""
 
     estimator: Estimator  # estimates the acceptance of drawn tokens
-    randomness: TreeRandomness | None = None  # draws siblings; `None` takes the likeliest tokens (greedy targets)
+    randomness: Randomness | None = None  # draws siblings; `None` takes the likeliest tokens (greedy targets)
     eos_token_ids: Collection[int] = ()  # these tokens get no children
     valuation: SlotValuation = field(default_factory=SlotValuation)  # turns estimates into priorities
     buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)  # memory for q, shared by consecutive trees
     ahead: int = AHEAD  # number of siblings of a node that a head judges in advance
     branches: bool = True  # whether nodes may have siblings
+    embed: Callable[[Tensor], Tensor] | None = None  # for a head: maps token ids to the draft's input embeddings
 
 
 # The siblings of a level. --------------------------------------------------------------------------------------------

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count, islice
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.estimators import NUM_SCALARS
-from hf_specdecpp.sampling.randomness import Siblings, likeliest
+from hf_specdecpp.sampling.randomness import Siblings
 
 # Number of siblings of a node that a head judges at once: its pass costs the same for one as for a few.
 AHEAD = 4
-
-
-@dataclass
-class Level:
-    """The draft's output after n nodes of a tree: `scores` `[n, vocab]` float32 after all processors, whose softmax is
-    q; for a head the `hidden` states `[n, hidden_size]` they were computed from, and `embed`, which maps token ids to
-    input embeddings; and the number of draft `passes`, 0 if an earlier pass gave this output."""
-
-    scores: Tensor
-    hidden: Tensor
-    embed: Callable[[Tensor], Tensor]
-    passes: int = 1
 
 
 class HeadJudgedSiblings:
@@ -35,20 +22,24 @@ class HeadJudgedSiblings:
 
     A few siblings of every node (`ahead`) are drawn ahead, so that one pass of the head serves a level. The output
     stays exact: a sibling is seen only after the decision to take it, and siblings that are not taken are forgotten.
+
+    Args:
+        how: the `Slots` of the tree.
+        siblings: draws from q, which is then overwritten.
+        q, scores, hidden: `[n, vocab]`, the softmax of the draft's logits, these, and `[n, hidden_size]`, the states
+            that they were computed from.
     """
 
     def __init__(
-        self, q: Tensor, draw: Callable[[Tensor], Siblings], head: AcceptanceHead, level: Level, depths: Sequence[int],
-        ahead: int,
-    ) -> None:  # fmt: skip
-        greedy = draw is likeliest
-        self.head, self.level, self.greedy = head, level, greedy
+        self, how: Any, siblings: Siblings, q: Tensor, scores: Tensor, hidden: Tensor, depths: Sequence[int]
+    ) -> None:
+        self.head, self.embed, self.greedy = how.estimator, how.embed, how.randomness is None
+        self.siblings, self.scores, self.hidden = siblings, scores, hidden
         self.depths = torch.tensor(depths, device=q.device)
-        self.left = [SiblingDistribution(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]
-        self.tops = _likeliest(q, ahead + 1)
-        self.siblings = draw(q)  # from here on q may be overwritten
-        self.ahead = [ahead] * len(depths)
-        self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
+        self.entropies, self.tops = _entropies(q, scores).cpu(), _likeliest(q, how.ahead + 1)
+        self.ahead = [how.ahead] * len(depths)
+        self.drawn: list[list[tuple[int, float]]] = [[] for _ in depths]  # tokens, with q
+        self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]  # tokens, with estimates
 
     def of_node(self, row: int) -> Iterator[tuple[int, float]]:
         """The siblings below the level's node in this row, with estimates, in the order drawn."""
@@ -63,55 +54,46 @@ class HeadJudgedSiblings:
     @torch.inference_mode()
     def _judge(self, rows: range) -> None:
         """Draw and judge further siblings in each of `rows`, which all have the same number of judged siblings."""
-        ahead, span = self.ahead[rows[0]], slice(rows.start, rows.stop)
-        tops = self.tops
-        if (num_judged := len(self.judged[rows[0]])) > 0:
-            tops = _likeliest(self.level.scores[span].softmax(dim=-1), num_judged + ahead + 1)
-        scalars = torch.zeros((len(rows), ahead, NUM_SCALARS), dtype=torch.float32, device="cpu")
-        tokens = torch.zeros((len(rows), ahead), dtype=torch.long, device="cpu")
-        drawn: list[list[int]] = []
-        for place, row in enumerate(rows):
-            found = [each for each in (self.siblings.draw_next(row) for _ in range(ahead)) if each is not None]
-            drawn.append([token for token, _ in found])
-            if found:
-                tokens[place, : len(found)] = torch.tensor(drawn[-1], device="cpu")
-                scalars[place, : len(found)] = torch.tensor(self.left[row].scalars_of(found, tops[place]))
+        ahead, known, span = self.ahead[rows[0]], len(self.judged[rows[0]]), slice(rows.start, rows.stop)
+        tops = _likeliest(self.scores[span].softmax(dim=-1), known + ahead + 1) if known else self.tops
+        for row in rows:
+            draws = [self.siblings.draw_next(row) for _ in range(ahead)]
+            self.drawn[row] += [each for each in draws if each is not None]
             self.ahead[row] = 2 * ahead
-        hidden = self.level.hidden[span, None]
-        log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
+        of_rows = [torch.tensor(self.drawn[row], dtype=torch.float64, device="cpu").view(-1, 2) for row in rows]
+        drawn = pad_sequence(of_rows, batch_first=True)
+        if drawn.shape[1] == known:  # no token is left
+            return
+        scalars = sibling_features(drawn, tops, self.entropies[span], self.greedy)[:, known:]
+        tokens, hidden = drawn[:, known:, 0].long(), self.hidden[span, None]
+        log_odds = self.head(hidden, self.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
         judged = self.head.probability(log_odds, self.depths[span, None], self.greedy)
-        for row, row_tokens, estimates in zip(rows, drawn, judged.tolist(), strict=True):
-            self.judged[row] += zip(row_tokens, estimates, strict=False)
+        for row, estimates in zip(rows, judged.tolist(), strict=True):
+            further = [token for token, _ in self.drawn[row][known:]]
+            self.judged[row] += zip(further, estimates, strict=False)
 
 
-class SiblingDistribution:
-    """A head's features of q without the siblings drawn so far; `entropy`: that of q, in nats."""
+def sibling_features(drawn: Tensor, tops: Tensor, entropies: Tensor, greedy: bool) -> Tensor:
+    """`scalar_features` `[n, c, 6]` of c siblings below each of n nodes: each for its q without the earlier siblings,
+    which is not computed. All on the host, in float64.
 
-    def __init__(self, entropy: float, greedy: bool) -> None:
-        self.entropy, self.greedy = entropy, float(greedy)
-        self.gone: set[int] = set()
-        self.mass, self.part = 0.0, 0.0  # of the drawn siblings: the sums of q and of -q log q
-
-    def scalars_of(
-        self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
-    ) -> list[tuple[float, ...]]:
-        """`scalar_features` of the siblings `drawn` next, in order, each for q without earlier siblings. `likeliest`:
-        the tokens of highest q, descending, two more than are drawn before the last of `drawn`. Both: (token, q)."""
-        rows: list[tuple[float, ...]] = []
-        place = 0
-        for token, q in drawn:
-            while place < len(likeliest) and likeliest[place][0] in self.gone:
-                place += 1
-            left = list(islice((q_of for other, q_of in islice(likeliest, place, None) if other not in self.gone), 2))
-            margin = sum(left[:1]) - sum(left[1:])  # a single token left has margin q
-            rest = max(1.0 - self.mass, 1e-12)
-            entropy = max((self.entropy - self.part) / rest + math.log(rest), 0.0)
-            log_q = math.log(min(max(q / rest, 1e-30), 1.0))
-            rows.append((log_q, entropy, margin / rest, self.mass, float(len(self.gone)), self.greedy))
-            self.gone.add(token)
-            self.mass += q
-            self.part -= q * math.log(q)
-        return rows
+    Args:
+        drawn: `[n, c, 2]`, the siblings in the order drawn: token and q.
+        tops: `[n, c + 1, 2]` or more, the likeliest tokens and their q.
+        entropies: `[n]`, of q, in nats.
+    """
+    (tokens, q), (top_tokens, top_q) = drawn.unbind(-1), tops.unbind(-1)
+    mass, part = (functional.pad(each.cumsum(-1)[:, :-1], (1, 0)) for each in (q, torch.special.entr(q)))
+    rest = (1.0 - mass).clamp_min(1e-12)
+    entropy = (entropies[:, None] - part) / rest + rest.log()
+    are_earlier = torch.ones((q.shape[1], q.shape[1]), dtype=torch.bool, device="cpu").tril(-1)
+    are_gone = ((top_tokens[:, None, :, None] == tokens[:, None, None]) & are_earlier[:, None]).any(-1)
+    left = top_q[:, None].masked_fill(are_gone, 0.0).topk(2).values  # a single token left has margin q
+    margin = (left[..., 0] - left[..., 1]) / rest
+    log_q = (q / rest).clamp(1e-30, 1.0).log()
+    numbers = torch.arange(q.shape[1], dtype=q.dtype, device="cpu").expand_as(q)
+    scalars = (log_q, entropy.clamp_min(0.0), margin, mass, numbers, torch.full_like(q, float(greedy)))
+    return torch.stack(scalars, dim=-1).float()
 
 
 def _entropies(q: Tensor, scores: Tensor) -> Tensor:
@@ -122,8 +104,7 @@ def _entropies(q: Tensor, scores: Tensor) -> Tensor:
     return log_normaliser - torch.linalg.vecdot(q, finite)
 
 
-def _likeliest(q: Tensor, num: int) -> list[list[tuple[int, float]]]:
-    """For each row of `q` the `num` likeliest tokens with their q, descending."""
-    ranked = likeliest(q.clone())
-    rows = [[ranked.draw_next(row) for _ in range(num)] for row in range(q.shape[0])]
-    return [[each for each in row if each is not None] for row in rows]
+def _likeliest(q: Tensor, num: int) -> Tensor:
+    """`[n, num, 2]` float64 on the host: for each row of `q` the likeliest tokens, descending, and their q."""
+    values, tokens = q.topk(min(num, q.shape[-1]))
+    return torch.stack((tokens.to(values), values), dim=-1).cpu().double()  # exact for ids below 2^24

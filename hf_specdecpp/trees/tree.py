@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -124,14 +123,11 @@ class DraftTree:
     def depth_first(self) -> list[int]:
         """All nodes, parents before children and each subtree contiguous: the order of rows in the target's pass.
         Attention masks then have few blocks (DySpec, appendix C)."""
-        below = [list(children) for children in self.children]
-        for (parent, _), node in self.looked_up.items():
-            below[parent].append(node)
         order, stack = [], [0]
         while stack:
             node = stack.pop()
             order.append(node)
-            stack += reversed(below[node])
+            stack += reversed(self.below(node))
         return order
 
     def as_chain(self) -> DraftTree:
@@ -155,7 +151,7 @@ class DraftTree:
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
         """For the root and each drawn node of `path`: its children's estimates, and the accepted child's rank or
         `None`."""
-        drawn = self.drawn(path) if self.looked_up else path
+        drawn = self.drawn(path)
         for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
 
@@ -173,33 +169,22 @@ class Chain(DraftTree):
         scores: for each drawn candidate the `[vocab]` float32 logits whose softmax q it was drawn from. Further tokens
             were looked up.
         q: these distributions, if drawing has computed them.
-        ids: the candidates `[k]` int64 on the device where they were drawn, so that they need no upload.
     """
 
     widths = None
-    _ids: Tensor | None = None
 
-    def __init__(
-        self, tokens: Sequence[int] = (), scores: Sequence[Tensor] = (), q: Sequence[Tensor] = (),
-        ids: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, tokens: Sequence[int] = (), scores: Sequence[Tensor] = (), q: Sequence[Tensor] = ()) -> None:
         count = len(scores)
         self.tokens, self.parents, self.depths = [-1, *tokens[:count]], list(range(-1, count)), list(range(count + 1))
         self.ranks, self.values, self.estimates = [0] * (count + 1), [1.0] * (count + 1), [1.0] * (count + 1)
         self.children, self.looked_up = [[node] for node in range(1, count + 1)] + [[]], {}
         self.scores, self.distributions = dict(enumerate(scores)), dict(enumerate(q))
         self.passes = self.levels = count
-        self._ids = ids
         if len(tokens) > count:
             self.followed_by(tokens[count:])
 
-    def path(self, node: int) -> list[int]:
-        return self.tokens[1 : node + 1]
-
     def followed_by(self, tokens: Sequence[int]) -> Chain:
         """Append candidates that were looked up, and return this chain."""
-        if tokens:
-            self._ids = None
         for token in tokens:
             self.add(len(self), token, looked_up=True)
         return self
@@ -209,54 +194,16 @@ class Chain(DraftTree):
         """For each drawn candidate the `[vocab]` logits whose softmax it was drawn from."""
         return [self.scores[node] for node in range(self.num_drawn)]
 
-    def ids(self, device: torch.device) -> Tensor:
-        """The candidates `[k]` on `device`."""
-        if self._ids is None:
-            tokens = self.tokens[1:]  # no upload of an empty list
-            self._ids = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.long, device=device)
-        self._ids = self._ids.to(device)  # used by the pass and by verification
-        return self._ids
 
-
-@dataclass
-class Lineage:
-    """Ancestors of the tree `nodes` that a model has read, in that order, in several passes; `places`: index of each in
-    that order. In `ancestors`, bool `[n, n]`, row i marks the nodes that node i sees, itself included."""
-
-    nodes: list[int] = field(default_factory=list)
-    places: dict[int, int] = field(default_factory=dict)
-    ancestors: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.bool, device="cpu"))
-
-    def feed(self, tree: DraftTree, nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Append `nodes` that the next pass reads, each after its parent. Returns `ancestors` `[n_query, n]` of these
-        and `depths` `[n]` of all nodes so far, as `tree_inputs` takes them."""
-        before = len(self.nodes)
-        for node in nodes:
-            self.places[node] = len(self.nodes)
-            self.nodes.append(node)
-        parents = [self.places.get(tree.parents[node], -1) for node in nodes]
-        self.ancestors, depths = relations(parents, self.ancestors)
-        return self.ancestors[before:], depths
-
-
-def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Ancestors and depths of nodes.
+def relations(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Ancestors, bool `[n, n]`, and depths `[n]` of nodes. Row i of the ancestors marks the nodes that node i sees,
+    itself included. `parents`: index of each node's parent, -1 for a root; parents come first.
 
     Example: a root with two children, the first of which has a child, has parents [-1, 0, 0, 1]. Its rows of ancestors
     are 1000, 1100, 1010 and 1101, its depths 0, 1, 1, 2.
-
-    Args:
-        parents: index of each node's parent, -1 for a root; parents come first.
-        known: bool `[m, m]`, `ancestors` of m nodes that come before these; none by default.
-
-    Returns:
-        `ancestors`, bool `[n, n]`: row i marks the nodes that node i sees, itself included; and `depths` `[n]`.
     """
-    before = 0 if known is None else len(known)
-    rows = np.zeros((before + len(parents),) * 2, dtype=bool)  # torch takes several times as long
-    if known is not None:
-        rows[:before, :before] = known.numpy()
-    for place, parent in enumerate(parents, before):
+    rows = np.zeros((len(parents),) * 2, dtype=bool)  # torch takes several times as long
+    for place, parent in enumerate(parents):
         if parent >= 0:
             rows[place] = rows[parent]
         rows[place, place] = True
@@ -264,7 +211,7 @@ def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tens
 
 
 class TreePass:
-    """The node in each row of the target's pass over a tree as it is now, by default depth first.
+    """The node in each row of a pass over a tree as it is now, by default depth first, as the target reads it.
 
     Example: a root has the children 1 and 2, and 1 has the child 3. The rows are the nodes 0, 1, 3, 2: node 2 is in row
     3.
@@ -275,17 +222,19 @@ class TreePass:
         self.order: Sequence[int] = tree.depth_first() if order is None else order  # node of each row
         self.rows = dict(zip(self.order, range(len(self.order)), strict=True))  # row of each node
 
-    def upload(self, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def upload(self, device: torch.device, width: int = 0, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root; for `tree_inputs`
         `ancestors` `[w, w]` and `depths` `[w]` of w = n + 1 nodes. If `width` is larger, w is `width`: dummies follow,
-        at the root's position, which see only themselves and are seen by no node."""
-        fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long, device="cpu")
+        at the root's position, which see only themselves and are seen by no node. If earlier passes have read the
+        nodes before row `first`, their tokens and rows of `ancestors` are left out."""
+        read = [self.tree.tokens[node] for node in self.order[max(first, 1) :]]
         parents = self.tree.parents
         ancestors, depths = relations([-1, *(self.rows[parents[node]] for node in self.order[1:])])
         if dummies := max(width - len(self.order), 0):
             ancestors = torch.block_diag(ancestors, torch.eye(dummies, dtype=torch.bool, device="cpu"))
             depths = nn.functional.pad(depths, (0, dummies))
-        tokens, ancestors, depths = upload([fed, ancestors, depths], device)
+        on_host = torch.tensor(read, dtype=torch.long, device="cpu"), ancestors[first:], depths
+        tokens, ancestors, depths = upload(on_host, device)
         return tokens, ancestors, depths
 
 

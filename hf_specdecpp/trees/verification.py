@@ -138,13 +138,6 @@ def likeliest_tokens(scores: Tensor) -> list[int]:
     return scores.argmax(dim=-1).tolist()
 
 
-def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """min(1, p(y) / q(y)), `[...]`: the probability that candidate y, `token` `[...]`, is accepted (SpecDec++, section
-    3.2); 0 if p or q is nan."""
-    p_of, q_of = (probs.gather(-1, token[..., None])[..., 0] for probs in (p, q))
-    return (p_of / q_of).clamp_max(1.0).nan_to_num(0.0)
-
-
 def sibling_tests(
     p: Tensor, q: Tensor, tokens: Iterable[Tensor], owed: Tensor, exist: Iterable[Tensor] | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -288,12 +281,12 @@ def verify_tree(
             if child is None:
                 return path[1:], token
             path.append(child)
-    stack = [(0, _tests(tree, 0, p, torch.ones((), dtype=torch.float32, device="cpu")))]
+    stack = [(0, child_tests(tree, 0, p, torch.ones((), dtype=torch.float32, device="cpu")))]
     while True:
         node, tests = stack[-1]
         child, chance, mass = next(tests)
         if child is not None:
-            stack.append((child, _tests(tree, child, p, chance)))
+            stack.append((child, child_tests(tree, child, p, chance)))
         elif len(stack) == 1 or randomness.bernoulli(float(chance)):  # the root always passes
             rest = p(node) if mass is None or not float(mass.sum()) > 0.0 else mass
             return [each for each, _ in stack[1:]], int(randomness.categorical(rest))
@@ -301,39 +294,32 @@ def verify_tree(
             stack.pop()
 
 
-def _tests(
-    tree: DraftTree, node: int, p: Callable[[int], Tensor], owed: Tensor
-) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
-    """`child_tests` of a node, each with its child; the last with `None`, and at a leaf without weights."""
-    children = tree.children[node]
-    if not children or not owed:  # no tests below
-        yield None, owed, None
-        return
-    for child, (chance, mass) in zip((*children, None), child_tests(tree, node, p(node), owed), strict=True):
-        yield child, chance, mass
-
-
 def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness) -> tuple[int | None, int]:
     """A level of Algorithm 3: the accepted child of a node and its token, or `None` and the token drawn instead."""
-    tests = child_tests(tree, node, p, torch.ones((), dtype=torch.float32, device=p.device))
-    # zip takes the next child first, so that nothing is computed after an accepted one.
-    for child, (chance, _) in zip(tree.children[node], tests, strict=False):
-        if randomness.bernoulli(float(chance)):
-            return child, tree.tokens[child]
-    _, left = next(tests)
-    return None, int(randomness.categorical(or_p(left, p)))
+    tests = child_tests(tree, node, lambda _: p, p.new_ones(()))
+    child, chance, mass = next(tests)
+    while child is not None and not randomness.bernoulli(float(chance)):
+        child, chance, mass = next(tests)
+    if child is not None:
+        return child, tree.tokens[child]
+    return None, int(randomness.categorical(p if mass is None else or_p(mass, p)))
 
 
-def child_tests(tree: DraftTree, node: int, p: Tensor, owed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """`sibling_tests` of a node that must be accepted with probability `owed`: for each child its acceptance
-    probability and U(y), at last the remainder. `p`: `[vocab]`, the target's distribution after the node."""
-    tokens = torch.tensor([tree.tokens[child] for child in tree.children[node]], dtype=torch.long, device=p.device)
-    q = tree.q(node).to(p.device) if len(tokens) else p
-    tests = sibling_tests(p, q, tokens.unbind(), owed)
-    for of_q in q[tokens].unbind():
-        mass, share = next(tests)
-        yield acceptance_of(mass, share, of_q).nan_to_num(0.0), mass
-    yield next(tests)
+def child_tests(
+    tree: DraftTree, node: int, p: Callable[[int], Tensor], owed: Tensor
+) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
+    """`sibling_tests` of a node that must be accepted with probability `owed`: each child and its acceptance
+    probability, then `None`, the remaining `owed`, and the weights of the token after the node (`None`: p)."""
+    if not tree.children[node] or not owed:  # no tests below
+        yield None, owed, None
+        return
+    after, tokens = p(node), [tree.tokens[child] for child in tree.children[node]]
+    columns, q = torch.tensor(tokens, device=after.device), tree.q(node).to(after.device)
+    tests = sibling_tests(after, q, columns.unbind(), owed)
+    for child, of_q in zip(tree.children[node], q[columns].unbind(), strict=True):
+        yield child, acceptance_of(*next(tests), of_q).nan_to_num(0.0), None
+    left, mass = next(tests)
+    yield None, left, mass
 
 
 def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[int], int]) -> tuple[list[int], int]:

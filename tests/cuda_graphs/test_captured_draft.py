@@ -26,7 +26,6 @@ from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Ranked
 from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation
-from hf_specdecpp.trees.head_siblings import Level
 
 VOCAB, WIDTH, SEEDS = 30, 3, 12
 
@@ -72,12 +71,11 @@ def captured(contents: Contents, estimator: Estimator, greedy: bool, learned: Ac
 
 
 def uncaptured(contents: Contents, estimator: Estimator, greedy: bool, learned: AcceptanceRates) -> SecondLevel:
-    def expand(tree: Any, nodes: list[int]) -> Level:
-        level = tree.levels
-        return Level(contents.scores[level][0], contents.hidden[level][0], contents.embed)
+    def expand(tree: Any, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        return contents.scores[tree.levels][0], contents.hidden[tree.levels][0]
 
     randomness: Any = SimpleNamespace(siblings=lambda q: Ranked(q, q / contents.times[len(q) > 1][0]))
-    how = Slots(estimator, None if greedy else randomness, valuation=SlotValuation(learned))
+    how = Slots(estimator, None if greedy else randomness, valuation=SlotValuation(learned), embed=contents.embed)
     growth = Growth(expand, how, root=0, max_depth=3)
     growth.expand([0])
     firsts = [growth.draw_best() for _ in range(WIDTH)]

@@ -25,8 +25,8 @@ from hf_specdecpp.draft_kinds import acceptance
 from hf_specdecpp.draft_kinds.acceptance import EVERY, FIRST, PLACES, TEXTS, agreement, describe, is_wrong, texts_for
 from hf_specdecpp.draft_kinds.known import EAGLE3
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.files import save_tensors
+from hf_specdecpp.training.distillation.unrolling import unrolled
 
 RIGHT = [2, 1, 3]  # of five layers
 WRONG: dict[str, dict[str, Any]] = {

@@ -17,8 +17,8 @@ from support.enumeration.readable_verification import verify_block, verify_chain
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.on_device import count_until, last_passing
+from hf_specdecpp.sampling.randomness import exponential
 from hf_specdecpp.trees.verification import Verification, outcomes
 
 K = 3
@@ -185,6 +185,6 @@ def test_the_longest_test_that_passes_counts() -> None:
 def test_a_race_draws_by_weights() -> None:
     torch.manual_seed(0)
     weights = torch.tensor([0.5, 0.0, 0.3, 0.2])
-    drawn = (weights / on_device.exponential(20_000, 4, device=torch.device("cpu"))).argmax(-1)
+    drawn = (weights / exponential(20_000, 4, device=torch.device("cpu"))).argmax(-1)
     # Five standard deviations.
     assert torch.allclose(torch.bincount(drawn, minlength=4) / 20_000, weights, atol=0.018)

@@ -220,12 +220,12 @@ def path_kept_in_drawing_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def processors_after_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate's logits processed as if they followed the text without the candidates before."""
-    real = Processing.along
+    real = Processing.after_each
 
-    def along(self: Processing, input_ids: torch.Tensor, candidates: list[int], scores: torch.Tensor) -> torch.Tensor:
-        return torch.cat([real(self, input_ids, [], scores[i : i + 1]) for i in range(scores.shape[0])])
+    def after_each(self: Processing, ids: torch.Tensor, paths: list[list[int]], scores: torch.Tensor) -> torch.Tensor:
+        return real(self, ids, [[] for _ in paths], scores)
 
-    monkeypatch.setattr(Processing, "along", along)
+    monkeypatch.setattr(Processing, "after_each", after_each)
 
 
 def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ Chains and trees whose last candidates were looked up, behind drawn ones or alon
 that had the candidate, taken for its q; the candidate left in what is drawn from once it was rejected; a candidate that
 is looked up as it is needed, after the target's token was drawn."""
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -29,9 +28,9 @@ from hf_specdecpp.draft_kinds.known import DFLASH, DSPARK
 from hf_specdecpp.drafting.chain import StoppingRule, next_step
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
+from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.texts.sampling import point_mass
-from hf_specdecpp.trees.head_siblings import Level
+from hf_specdecpp.trees.growth import Expand
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import follow_tree, verify_sampled
 
@@ -152,15 +151,16 @@ class KindTree(ToyTree):
 
     models: Any
 
-    def expander(self, prefix: Tokens) -> Callable[[DraftTree, list[int]], Level]:
+    def expander(self, prefix: Tokens) -> Expand:
         session, text = self.models.begun(prefix)
+        before = session.passes
 
-        def expand(tree: DraftTree, nodes: list[int]) -> Level:
-            before = session.passes
+        def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
             scores, hidden = session.expand(tree, nodes)
             if isinstance(self.models, Block):
                 scores = self.models.processing.after_each(text, [tree.path(node) for node in nodes], scores).double()
-            return Level(scores, hidden, session.embed, session.passes - before)
+            tree.passes = session.passes - before - 1  # `Growth` counts this one
+            return scores, hidden
 
         return expand
 
@@ -243,7 +243,7 @@ class NotProcessed(KindRound):
 class OnePathForAll(KindTree):
     """Of a tree's nodes all are told what was processed on the first one's path."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         seen: dict[int, Tensor] = {}
         for node, row in list(tree.scores.items()):
@@ -301,7 +301,7 @@ class AnotherRow(AnotherBias):
 class AnotherParent(KindTree):
     """A node's q is returned with the bias of the node before it at the same depth."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         session, scores = self.models.session, dict(tree.scores)
         known = session._memory.copy()
@@ -408,7 +408,7 @@ def test_a_looked_up_chain_emits_exactly_p(base: type[LookupRound], verification
 class LookupTree(ToyTree):
     """A tree with looked up branches: below its root, and below every node that was drawn."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         for start in range(len(tree) + 1):
             node = start
@@ -418,7 +418,7 @@ class LookupTree(ToyTree):
                 node = tree.add(node, token, looked_up=True)
         return tree
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         path, token = super().verify(tree, randomness, prefix)
         return follow_tree(tree, path, token, lambda node: int(randomness.categorical(self.p(tree, node, prefix))))
 
@@ -468,7 +468,7 @@ class KeepsTheCandidate(Alone):
 class DrawsAgain(LookupTree):
     """A looked up candidate is accepted by a draw of its own, not by the token that verification has drawn."""
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         path, _ = ToyTree.verify(self, tree, randomness, prefix)
         node = path[-1] if path else 0
         token = int(randomness.categorical(self.p(tree, node, prefix)))

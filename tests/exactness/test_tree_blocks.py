@@ -20,7 +20,7 @@ from support.enumeration.exact_distribution import (
 from support.enumeration.toy_rounds import SCENARIOS, Models
 from support.enumeration.toy_trees import ToyTree
 
-from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import Verification, verify_tree
 
@@ -36,13 +36,13 @@ class Traversal(ToyTree):
     renormalises = True  # D loses its drawn tokens
     owes_the_rest = True  # the token after a node is drawn from what its children left, otherwise from p
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         found = self.below(tree, 0, 1.0, [], randomness, prefix)
         assert found is not None
         return found
 
     def below(
-        self, tree: DraftTree, node: int, a: float, path: list[int], randomness: TreeRandomness, prefix: Tokens
+        self, tree: DraftTree, node: int, a: float, path: list[int], randomness: Randomness, prefix: Tokens
     ) -> tuple[list[int], int] | None:
         p = left = self.p(tree, node, prefix)
         q = tree.q(node) if tree.children[node] else p

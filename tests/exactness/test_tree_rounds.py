@@ -15,7 +15,7 @@ from support.enumeration.toy_trees import ToyTree
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import AcceptanceRates
-from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.trees.growth import Growth
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import verify_sampled, verify_tree
@@ -147,12 +147,12 @@ class ByTheRule(ToyTree):
 
     branches = True
 
-    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+    def growth(self, randomness: Randomness | None, prefix: Tokens = ()) -> Growth:
         growth = super().growth(randomness, prefix)
         growth._how.branches = self.branches
         return growth
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         if not isinstance(tree.as_chain(), Chain) or not len(tree):
             return super().verify(tree, randomness, prefix)
         p = torch.stack([self.p(tree, node, prefix) for node in range(len(tree) + 1)])
@@ -184,7 +184,7 @@ def test_trees_of_one_branch_are_verified_as_chains(
 class PrunesAfterDrawing(ToyTree):
     """Leaves out the last candidate because the draft is not confident of it."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         if tree.estimates[-1] < 0.4:
             tree.children[tree.parents[-1]].pop()
@@ -194,7 +194,7 @@ class PrunesAfterDrawing(ToyTree):
 class CutsSiblings(ByTheRule):
     """Makes a chain of a tree whose last candidate is a sibling that the draft is not confident of."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         if tree.ranks[-1] and tree.estimates[-1] < 0.5:
             for each in (tree.tokens, tree.parents, tree.depths, tree.ranks, tree.values, tree.estimates):
@@ -206,7 +206,7 @@ class CutsSiblings(ByTheRule):
 class KeepsTheBetterOfTwo(ToyTree):
     """Draws two siblings and lets the likelier one go first."""
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         tree = super().draft(randomness, prefix)
         tree.children[0].sort(key=lambda node: -float(tree.q(0)[tree.tokens[node]]))
         return tree
@@ -215,7 +215,7 @@ class KeepsTheBetterOfTwo(ToyTree):
 class StaleQ(ToyTree):
     """Verifies every sibling with the q of the first one, not renormalised."""
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         return readable_verification.verify_tree(
             tree, lambda node: self.p(tree, node, prefix), randomness, renormalise=False
         )
@@ -224,7 +224,7 @@ class StaleQ(ToyTree):
 class ForgetsTheRejected(ToyTree):
     """Tests every sibling against p instead of what earlier rejections left of it."""
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         return readable_verification.verify_tree(
             tree, lambda node: self.p(tree, node, prefix), randomness, update=False
         )
@@ -239,14 +239,14 @@ class BonusFromQ(ToyTree):
 class ReusesTheUniform(ToyTree):
     """Compares all siblings with the same random number."""
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         return super().verify(tree, OneUniform(randomness), prefix)  # type: ignore[arg-type]
 
 
 class LetsTheDrawDecide(ToyTree):
     """Draws first, and takes what it drew only if its own estimate is worth it: as is right for a greedy target."""
 
-    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+    def growth(self, randomness: Randomness | None, prefix: Tokens = ()) -> Growth:
         growth = super().growth(randomness, prefix)
         growth.greedy = True
         return growth
@@ -290,7 +290,7 @@ def test_the_mutants_walk_is_right_with_all_its_parts() -> None:
     """So that what catches a mutant is the part that it lacks."""
 
     class Whole(ToyTree):
-        def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+        def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
             return readable_verification.verify_tree(tree, lambda node: self.p(tree, node, prefix), randomness)
 
     assert error_of(Whole(Models("plain", 3, 0), "dyspec", ESTIMATORS[0], budget=4)) < TOLERANCE

@@ -23,8 +23,8 @@ from transformers import Trainer
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import keeping_generators
-from hf_specdecpp.sampling.randomness import draw_rows, widest
-from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.sampling.randomness import widest
+from hf_specdecpp.texts.sampling import Sampling, draw_rows
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training import recorded_chains
 from hf_specdecpp.training.configuration import HeadConfig

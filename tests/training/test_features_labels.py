@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_specdecpp.texts.sampling import Sampling, point_mass
-from hf_specdecpp.training.features import draw_siblings, sibling_labels, weighted_bce
+from hf_specdecpp.training.features import acceptance, draw_siblings, sibling_labels, weighted_bce
 from hf_specdecpp.training.models import always_kept, choose_vocab, covered_mass
-from hf_specdecpp.trees.verification import acceptance
 
 VOCAB = 4
 

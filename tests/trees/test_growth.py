@@ -16,30 +16,31 @@ from hf_specdecpp.sampling.randomness import (
     BLOCK,
     Inverted,
     Likeliest,
+    Randomness,
     Ranked,
     Siblings,
     TorchRandomness,
-    TreeRandomness,
 )
 from hf_specdecpp.trees import growth as algorithms
 from hf_specdecpp.trees import shapes as of_trees
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer
-from hf_specdecpp.trees.head_siblings import SiblingDistribution, _entropies
+from hf_specdecpp.trees.head_siblings import _entropies, _likeliest, sibling_features
 from hf_specdecpp.trees.tree import DraftTree
 
 
 def growth(
-    expand: RandomDraft, depth: int = 12, randomness: TreeRandomness | None = None, estimator: Estimator | None = None
+    expand: RandomDraft, depth: int = 12, randomness: Randomness | None = None, estimator: Estimator | None = None
 ) -> Growth:
-    return Growth(expand, Slots(estimator or DraftProbability(), randomness), root=0, max_depth=depth)
+    how = Slots(estimator or DraftProbability(), randomness, embed=lambda tokens: torch.ones(*tokens.shape, 4))
+    return Growth(expand, how, root=0, max_depth=depth)
 
 
 @pytest.mark.daily("unsure-2-greedy", "unsure-256-sampled", "sharp-64-greedy", "mixed-2-sampled", "mixed-1024-greedy")
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [2, 16, 64, 256, 1024])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_budget_is_used_up_a_pass_for_each_level(kind: str, budget: int, randomness: TreeRandomness | None) -> None:
+def test_the_budget_is_used_up_a_pass_for_each_level(kind: str, budget: int, randomness: Randomness | None) -> None:
     tree_growth = growth(RandomDraft(kind, seed=budget), randomness=randomness)
     algorithms.grow_by_level(tree_growth, budget, algorithms.ThresholdSchedule())
     tree = tree_growth.tree
@@ -57,7 +58,7 @@ def test_the_budget_is_used_up_a_pass_for_each_level(kind: str, budget: int, ran
 
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
-def test_algorithm_1_draws_at_the_best_slot(randomness: TreeRandomness | None) -> None:
+def test_algorithm_1_draws_at_the_best_slot(randomness: Randomness | None) -> None:
     torch.manual_seed(0)
     tree_growth = growth(RandomDraft("mixed", seed=0), randomness=randomness)
     algorithms.grow_exactly(tree_growth, 64)
@@ -96,7 +97,7 @@ def test_greedy_slots_compete_with_their_candidates_worth(
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: TreeRandomness | None) -> None:
+def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Randomness | None) -> None:
     """In expected accepted candidates, with a draft pass a level in the place of one a node."""
     means = []
     for exact in (True, False):
@@ -155,7 +156,7 @@ def test_depth_and_ends_of_sequences() -> None:
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("support", [[3, 5], []])
-def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRandomness | None) -> None:
+def test_a_shape_larger_than_the_support(support: list[int], randomness: Randomness | None) -> None:
     draft = RandomDraft("sharp", seed=0)
     row = torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor(support, dtype=torch.long), 0.0)
     draft.at = lambda path: row  # type: ignore[method-assign]
@@ -264,22 +265,20 @@ def test_entropies_with_forbidden_tokens() -> None:
 
 
 def test_a_head_is_told_what_it_was_trained_on() -> None:
-    """`scalar_features` of the renormalised q, from running sums."""
-    q = RandomDraft("mixed", seed=1, vocab=30).at(()).double().softmax(-1)
-    tokens = [int(q.argsort(descending=True)[k]) for k in (0, 3, 1, 20, 2)]
-    top, left = q.topk(len(tokens) + 1), SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
-    likeliest = [(float(t), float(v)) for t, v in zip(top.indices, top.values, strict=True)]
-    ours = [*left.scalars_of([(t, float(q[t])) for t in tokens[:2]], likeliest)]
-    ours += left.scalars_of([(t, float(q[t])) for t in tokens[2:]], likeliest)
-    for index, token in enumerate(tokens):
-        rest = q.index_fill(0, torch.tensor(tokens[:index], dtype=torch.long), 0.0)
-        mass = q[tokens[:index]].sum()
-        expected = scalar_features(rest / rest.sum(), torch.tensor(token), True, mass, torch.tensor(index))
-        torch.testing.assert_close(torch.tensor(ours[index]), expected, rtol=1e-4, atol=1e-5)
+    """`scalar_features` of the renormalised q, from a few of its numbers."""
+    rows = torch.stack([RandomDraft("mixed", seed=seed, vocab=30).at(()) for seed in (1, 2)]).double().softmax(-1)
+    tokens = rows.argsort(descending=True)[:, [0, 3, 1, 20, 2]]
+    drawn = torch.stack((tokens, rows.gather(1, tokens)), dim=-1)
+    ours = sibling_features(drawn, _likeliest(rows, 6), torch.special.entr(rows).sum(-1), greedy=True)
+    for row, q in enumerate(rows):
+        for index, token in enumerate(tokens[row]):
+            rest, mass = q.index_fill(0, tokens[row, :index], 0.0), q[tokens[row, :index]].sum()
+            expected = scalar_features(rest / rest.sum(), token, True, mass, torch.tensor(index))
+            torch.testing.assert_close(ours[row, index], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
-def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> None:
+def test_a_head_judges_a_level_at_once(randomness: Randomness | None) -> None:
     head = make_estimator("before", seed=0)
     tree_growth, calls = growth(RandomDraft("mixed", seed=0), randomness=randomness, estimator=head), []
     head.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]

@@ -10,11 +10,10 @@ from support.enumeration.toy_trees import RandomDraft
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
+from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer, ThresholdSchedule, grow_by_level, grow_exactly
-from hf_specdecpp.trees.head_siblings import Level
-from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import likeliest_tokens, verify_tree, verify_tree_greedy
 
 VOCAB = 49152
@@ -32,9 +31,9 @@ class LargeRandomDraft(RandomDraft):
     def __init__(self, shares: list[float]) -> None:
         super().__init__("unsure", 0, VOCAB)
         self.shares = torch.tensor(shares)
-        self.levels: dict[tuple[int, ...], Level] = {}
+        self.levels: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, tree: DraftTree, nodes: list[int]) -> Level:
+    def __call__(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         if tuple(nodes) not in self.levels:
             self.levels[tuple(nodes)] = super().__call__(tree, nodes)
         return self.levels[tuple(nodes)]
@@ -49,7 +48,7 @@ class LargeRandomDraft(RandomDraft):
 
 
 def one_round(
-    draft: LargeRandomDraft, budget: int, randomness: TreeRandomness | None, buffer: SoftmaxBuffer
+    draft: LargeRandomDraft, budget: int, randomness: Randomness | None, buffer: SoftmaxBuffer
 ) -> tuple[float, DraftTree]:
     """Seconds of a round, and its tree. The target agrees with the draft, so that long paths are accepted."""
     torch.manual_seed(0)  # the same tree again, so that its rows are there
@@ -57,7 +56,7 @@ def one_round(
     growth = Growth(draft, Slots(DraftProbability(), randomness, buffer=buffer), root=0, max_depth=DEPTH[budget])
     grow_by_level(growth, budget, ThresholdSchedule())
     tree = growth.tree
-    Lineage().feed(tree, tree.depth_first())
+    TreePass(tree).upload(torch.device("cpu"))
     if randomness is None:
         verify_tree_greedy(tree, lambda node: likeliest_tokens(draft.at(tuple(tree.path(node)))[None])[0])
     else:
@@ -83,7 +82,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", SHARES)
-def test_time_outside_the_models(kind: str, randomness: TreeRandomness | None) -> None:
+def test_time_outside_the_models(kind: str, randomness: Randomness | None) -> None:
     """The least of several, as other processes only ever add to it. Also no more than n log n."""
     draft, found = LargeRandomDraft(SHARES[kind]), []
     for budget in (64, 768):
@@ -115,10 +114,10 @@ def test_the_drawings() -> None:
     def text_of(tree: DraftTree, node: int) -> str:
         return " ".join(WORDS[token] for token in (tree.tokens[0], *tree.path(node)))
 
-    def expand(tree: DraftTree, nodes: list[int]) -> Level:
+    def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         chances = [CHANCES[text_of(tree, node)] for node in nodes]
         scores = torch.tensor([[row.get(word, 0.0) for word in WORDS] for row in chances]).log()
-        return Level(scores, torch.zeros(len(nodes), 1), lambda tokens: tokens[..., None])
+        return scores, torch.zeros(len(nodes), 1)
 
     for grow in (lambda growth: grow_exactly(growth, 6), lambda growth: grow_by_level(growth, 6, ThresholdSchedule())):
         growth = Growth(expand, Slots(DraftProbability()), root=0, max_depth=4)

@@ -258,7 +258,7 @@ class PassGraphs(GraphTarget):
     def _read(self, each: Round) -> None:
         tokens, tree, relations, each.width = each.text.ids[:, -1:], each.tree, None, width_of(len(each.tree) + 1)
         if len(tree) and isinstance(tree, Chain):
-            tokens = extend(tokens, tree.ids(tokens.device))
+            tokens = extend(tokens, tree.candidates)
         elif len(tree):
             candidates, *relations = each.rows.upload(tokens.device, each.width)
             tokens = extend(tokens, candidates)

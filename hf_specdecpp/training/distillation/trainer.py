@@ -16,9 +16,9 @@ from transformers import EvalPrediction, Trainer
 
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL, StateReader, TargetStates
+from hf_specdecpp.training.distillation.unrolling import unrolled
 
 FROZEN = ("lm_head.", "embed_tokens.", "decoder.embed_tokens.")  # parameters of own layers that are not trained
 CHUNK = 256  # positions whose logits are in memory at the same time: 156 MB in float32 for 152k tokens

@@ -32,8 +32,8 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.drafting.draft import DraftingSession
-from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.training.distillation.unrolling import in_blocks
 from hf_specdecpp.training.recorded_chains import Drawing, draft_chains
 from hf_specdecpp.trees.tree import DraftTree
 

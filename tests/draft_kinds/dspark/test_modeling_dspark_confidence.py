@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.training.distillation.unrolling import in_blocks
 from hf_specdecpp.training.recorded_chains import Drawing, draft_chains, target_states
 from hf_specdecpp.trees.tree import DraftTree
 

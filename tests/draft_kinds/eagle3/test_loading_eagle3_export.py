@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import distill as distillation
+from hf_specdecpp.training.distillation.unrolling import unrolled
 
 LLAMA = [name for name in VARIANTS if name != "qwen3"]
 

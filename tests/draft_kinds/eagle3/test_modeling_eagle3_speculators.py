@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.unrolling import unrolled
+from hf_specdecpp.training.distillation.unrolling import unrolled
 
 pytestmark = pytest.mark.takes(60)
 

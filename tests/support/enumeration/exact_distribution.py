@@ -1,6 +1,6 @@
 """The exact distribution of what a program with random choices emits: it runs once for every outcome, weighted.
 
-A program takes a `hf_specdecpp.randomness.TreeRandomness` and returns what it emitted. In production that draws from
+A program takes a `hf_specdecpp.randomness.Randomness` and returns what it emitted. In production that draws from
 torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were."""
 
 from collections import defaultdict

@@ -60,7 +60,7 @@ def draft_chain(
 ) -> Chain:
     """Draft one chain, alone: the arguments are those of `drafting`."""
     rows = [drafting(step, rule, randomness, max_tokens, eos_token_ids, unread)]
-    return draft_chains(rows, lambda _: True)[0]
+    return draft_chains(rows)[0]
 
 
 def top_2(scores: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Rounds of product code with token trees, on the toy models of `toy_rounds`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +7,9 @@ from torch import Tensor
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import AcceptanceRates
-from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.trees.growth import (
+    Expand,
     Growth,
     Slots,
     SlotValuation,
@@ -18,7 +18,6 @@ from hf_specdecpp.trees.growth import (
     grow_exactly,
     grow_shape,
 )
-from hf_specdecpp.trees.head_siblings import Level
 from hf_specdecpp.trees.shapes import from_nodes
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import Verification, verify_tree
@@ -62,7 +61,7 @@ class ToyTree:
         self.outcomes: set[int] = set()
 
     @torch.inference_mode()
-    def __call__(self, randomness: TreeRandomness, prefix: Tokens = ()) -> Tokens:
+    def __call__(self, randomness: Randomness, prefix: Tokens = ()) -> Tokens:
         tree = self.draft(randomness, prefix)
         path, token = self.verify(tree, randomness, prefix)
         self.last = tree, path
@@ -75,31 +74,31 @@ class ToyTree:
 
     # Mutants override these.
 
-    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, prefix: Tokens) -> DraftTree:
         growth = self.growth(randomness, prefix)
         self.grow(growth)
         return growth.tree
 
-    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+    def verify(self, tree: DraftTree, randomness: Randomness, prefix: Tokens) -> tuple[list[int], int]:
         return verify_tree(tree, lambda node: self.p(tree, node, prefix), randomness, self.verifier)
 
     def p(self, tree: DraftTree, node: int, prefix: Tokens) -> Tensor:
         return self.models.p((*prefix, *tree.path(node)))
 
-    def expander(self, prefix: Tokens) -> Callable[[DraftTree, list[int]], Level]:
+    def expander(self, prefix: Tokens) -> Expand:
         """What the draft says after nodes."""
 
-        def expand(tree: DraftTree, nodes: list[int]) -> Level:
+        def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
             rows = [self.models.at((*prefix, *tree.path(node))) for node in nodes]
-            scores, hidden = torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
-            return Level(scores, hidden, lambda tokens: self.models.embeddings[tokens])
+            return torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
 
         return expand
 
-    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+    def growth(self, randomness: Randomness | None, prefix: Tokens = ()) -> Growth:
         by_costs = self.algorithm == "throughput" and self.rates is None
         valuation = self.throughput if by_costs else SlotValuation(self.rates)
         how = Slots(self.estimator, randomness, self.models.eos, valuation, ahead=self.ahead)
+        how.embed = lambda tokens: self.models.embeddings[tokens]
         return Growth(self.expander(prefix), how, -1, self.max_depth)
 
     def grow(self, growth: Growth) -> None:
@@ -125,9 +124,9 @@ class RandomDraft:
         self.generator = torch.Generator().manual_seed(seed)
         self.rows: dict[tuple[int, ...], Tensor] = {}
 
-    def __call__(self, tree: DraftTree, nodes: list[int]) -> Level:
+    def __call__(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         rows = [self.at(tuple(tree.path(node))) for node in nodes]
-        return Level(torch.stack(rows), torch.ones(len(rows), 4), lambda tokens: torch.ones(*tokens.shape, 4))
+        return torch.stack(rows), torch.ones(len(rows), 4)
 
     def at(self, path: tuple[int, ...]) -> Tensor:
         if path not in self.rows:

@@ -16,10 +16,10 @@ from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import usual_reads
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter
 from hf_specdecpp.draft_kinds.known import DFLASH
-from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.files import save_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training.distillation import first_weights
+from hf_specdecpp.training.distillation.unrolling import unrolled
 from support.targets.formulas import states_of
 
 BLOCK, RANK, MASK = 4, 8, 11  # MASK: a token that the sequence does not contain

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
+from hf_specdecpp.training.distillation.unrolling import unrolled
 from support.files.repos import save_model
 from support.targets.formulas import states_of
 from support.targets.models import VOCAB_SIZE, quiet_later_layers, tiny
