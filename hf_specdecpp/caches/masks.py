@@ -229,14 +229,10 @@ def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
     """The kinds of layer in a model, each with the first cache layer of its kind that has keys; `None` if none has."""
     types = layer_types(config, config.num_hidden_layers)
     kinds: dict[str, Any] = dict.fromkeys(types)
-    missing = len(kinds)
     layers: list[Any] = cache.layers
     for kind, layer in zip(types, layers, strict=False):
         if kinds[kind] is None and layer.keys is not None:  # else it is new, or shares another layer's keys
             kinds[kind] = layer
-            missing -= 1
-            if not missing:
-                break
     return kinds
 
 

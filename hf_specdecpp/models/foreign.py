@@ -221,7 +221,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
         own, kind = vars(module), type(module).__name__
         kinds.add(type(module))
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in hooks.items() if hooks else ():
+            for number, hook in hooks.items():
                 if _is_foreign_hook(hook):
                     yield ForeignCode(hook, f"a hook of {kind}, {_name(hook)}", number, module)
         if "forward" in own and is_foreign(own["forward"]):

@@ -192,7 +192,10 @@ class Background:
     @torch.no_grad()
     def _make(self, of: ref[nn.Linear], into: ref[WeightCopy], by: ref[WeightCopies]) -> None:
         layer, copy, owner = of(), into(), by()
-        if layer is None or copy is None or owner is None:
+        if copy is None:
+            return
+        if layer is None or owner is None:
+            copy.version = NEVER  # another layer or owner that shares the copy may ask again
             return
         weight = layer.weight
         with self._lock:

@@ -307,6 +307,20 @@ def test_what_nobody_needs_any_more_is_not_made(machine: Machine) -> None:
     assert machine.steps == [8]
 
 
+def test_a_copy_that_its_first_owner_no_longer_needs_is_made_for_the_second(machine: Machine) -> None:
+    kept, layers = asked(machine, 8)
+    second = WeightCopies(machine.make)
+    copy = second.prepared(layers[0])
+    del kept
+    gc.collect()
+    machine.background._run(1)
+    assert copy.made is None
+    asked(machine)
+    assert second.prepared(layers[0]) is copy
+    machine.background._run(1)
+    assert copy.made == "made"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError()], ids=str)
 def test_a_copy_that_cannot_be_made_is_left_out(error: Exception, machine: Machine, monkeypatch: Any) -> None:
     def fails(weight: Tensor) -> str:
