@@ -44,7 +44,7 @@ def least_times(model, contexts):
 def main(name, dtype="bfloat16"):
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).eval()
     copies, begin = WeightCopies(measured_copy), time.perf_counter()
-    with_copies = FasterProducts(model, copies=copies, target=model)
+    with_copies = FasterProducts(model, copies=copies)
     background.wait()
     making = time.perf_counter() - begin
     contexts = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, cache_utils
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specdecpp.caches.cached_context import CachedContext, PathRows, roll_back
+from hf_specdecpp.caches.cached_context import roll_back
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 
@@ -25,7 +25,7 @@ def other_layers(layers: Iterable[object]) -> str:
     return ", ".join(sorted({type(layer).__name__ for layer in layers if type(layer) not in ATTENTION_LAYERS}))
 
 
-class BatchContext(CachedContext[Tensor]):
+class BatchContext:
     """The sequences of a batch in one cache with holes. `ValueError` if layers are not attention.
 
     Each pass appends equally many columns to every row. Dummies of rows with fewer tokens and rejected candidates stay
@@ -45,17 +45,17 @@ class BatchContext(CachedContext[Tensor]):
         layers: the original layers of `cache`.
     """
 
-    def __init__(self, model: CausalLM, cache: DynamicCache, rows: int) -> None:
+    def __init__(self, model: CausalLM, cache: Any, rows: int) -> None:
         if others := other_layers(cache.layers):
             raise ValueError(
                 f"A batch of sequences cannot be assisted here: {type(model).__name__} keeps {others} in its cache, "
                 "which rows of different length cannot share. Call generate() once a sequence."
             )
         self.layers: list[Any] = cache.layers
-        windows = [type(layer) is DynamicSlidingWindowLayer for layer in self.layers]
-        if any(windows):  # else the list may still be empty, and the first pass appends to the cache's own
-            pairs = zip(windows, self.layers, strict=True)
-            cache.layers = [DynamicLayer() if slides else layer for slides, layer in pairs]
+        if DynamicSlidingWindowLayer in map(type, self.layers):  # else the first pass may append to it
+            cache.layers = [
+                DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in self.layers
+            ]
         self.model, self.cache = model, cache
         self._set(torch.zeros(rows, 0, dtype=torch.bool, device="cpu"))
 
@@ -71,7 +71,8 @@ class BatchContext(CachedContext[Tensor]):
         """Called after a pass over the columns `fed`, as in `mask`."""
         self._set(torch.cat((self.valid, fed), dim=1))
 
-    def commit(self, count: Tensor, of: Tensor, path: PathRows | None = None) -> None:
+    def commit(self, count: Tensor, of: Tensor) -> None:
+        """Keep the first `count` `[rows]` of each row's last `of` `[rows]` tokens."""
         from_the_end = self.valid.flip(1).cumsum(dim=1).flip(1)
         valid = self.valid & (from_the_end > (of - count)[:, None])
         used = valid.any(dim=0).nonzero()
@@ -91,8 +92,7 @@ class BatchContext(CachedContext[Tensor]):
 
     def row(self, place: int) -> list[KeysValues]:
         """Keys and values `[heads, n, size]` of a row's n tokens in each layer; layers without keys are left out."""
-        layers: list[Any] = self.cache.layers
-        both = [(layer.keys[place], layer.values[place]) for layer in layers if layer.keys is not None]
+        both = [(layer.keys[place], layer.values[place]) for layer in self.cache.layers if layer.keys is not None]
         valid = self.valid[place]
         return [(keys[:, valid.to(keys.device)], values[:, valid.to(values.device)]) for keys, values in both]
 
@@ -103,21 +103,16 @@ class BatchContext(CachedContext[Tensor]):
         tokens are in the last three, the second row's first four tokens in all four. `rows`: the result of `row` for
         each row; `shown`: `[rows, columns]` bool.
         """
-        layers: list[Any] = self.cache.layers
-        holding = [layer for layer, ours in zip(self.layers, layers, strict=True) if ours.keys is not None]
-        for number, layer in enumerate(holding):
-            keys, values = _stack_rows(rows, number, shown)
-            if layer in layers:
-                layer.keys, layer.values = keys, values
-            else:  # a sliding-window layer keeps its window only
-                layer.update(keys, values)
+        self.set_rows(rows, shown)
+        for layer, ours in zip(self.layers, self.cache.layers, strict=True):
+            if layer is not ours and ours.keys is not None:  # a sliding-window layer, which keeps its window only
+                layer.update(ours.keys, ours.values)
         self.cache.layers = self.layers
 
     def set_rows(self, rows: list[list[KeysValues]], valid: Tensor) -> None:
         """Replace the contents by `rows`, which captured passes have read; arguments as in `restore`."""
-        layers: list[Any] = self.cache.layers
-        for number, layer in enumerate(layer for layer in layers if layer.keys is not None):
-            layer.keys, layer.values = _stack_rows(rows, number, valid)
+        for number, layer in enumerate(layer for layer in self.cache.layers if layer.keys is not None):
+            layer.keys, layer.values = (_stacked([row[number][part] for row in rows], valid) for part in (0, 1))
         self._set(valid)
 
     def close_up(self) -> None:
@@ -127,19 +122,14 @@ class BatchContext(CachedContext[Tensor]):
             self._set(compact(self.cache, self.valid, needed))
 
 
-def _stack_rows(rows: list[list[KeysValues]], layer: int, shown: Tensor) -> KeysValues:
-    """Keys and values `[rows, heads, columns, size]` of layer `layer`; other arguments as in `BatchContext.restore`."""
-    keys, values = zip(*(_place(row[layer], its) for row, its in zip(rows, shown, strict=True)), strict=True)
-    return torch.stack(keys), torch.stack(values)
-
-
-def _place(pair: KeysValues, shown: Tensor) -> KeysValues:
-    """The first of n keys and values `[heads, n, size]`, one in each true column of `shown` `[columns]`, else zeros."""
-    columns, count = len(shown), int(shown.sum())
-    keys, values = (each.new_zeros(each.shape[0], columns, each.shape[2]) for each in pair)
-    for place, each in ((keys, pair[0]), (values, pair[1])):
-        place[:, shown.to(each.device)] = each[:, :count]
-    return keys, values
+def _stacked(rows: list[Tensor], shown: Tensor) -> Tensor:
+    """`[rows, heads, columns, size]`: in the true columns of `shown` `[rows, columns]` the first keys, or values, of
+    each row `[heads, n, size]`; zeros in the others."""
+    heads, _, size = rows[0].shape
+    stacked = rows[0].new_zeros(len(rows), heads, shown.shape[1], size)
+    for row, own, its in zip(stacked, rows, shown, strict=True):
+        row[:, its.to(row.device)] = own[:, : int(its.sum())]
+    return stacked
 
 
 def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
@@ -150,9 +140,7 @@ def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
     """
     order = valid.long().argsort(dim=1, stable=True)[:, -width:]
     layers: list[Any] = cache.layers
-    for layer in layers:
-        if layer.keys is None:  # uses the keys of another layer
-            continue
+    for layer in (layer for layer in layers if layer.keys is not None):  # others use the keys of these
         for name in ("keys", "values"):
             states = getattr(layer, name)
             index = order[:, None, :, None].to(states.device).expand(-1, states.shape[1], -1, states.shape[3])

@@ -1,4 +1,4 @@
-"""A sequence in a cache of transformers (`CachedContext`): tokens that are read next are committed or rolled back.
+"""A sequence in a cache of transformers (`GrowingContext`): tokens that are read next are committed or rolled back.
 
 Keys and values are rolled back by dropping rows, recurrent states by a copy. Of a token tree the rows of one path are
 kept.
@@ -6,14 +6,12 @@ kept.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdecpp.caches.states import RollbackPoint, is_recurrent
 
@@ -25,54 +23,41 @@ class PathRows(NamedTuple):
     on_device: Tensor  # `[n]`, the same numbers on a device
 
 
-Count = TypeVar("Count", int, Tensor)
-
-
-class CachedContext(ABC, Generic[Count]):
-    """A sequence that a model has read. Candidates are read after it, in one pass or several, and kept in part.
+class GrowingContext:
+    """A sequence that a model has read, in a growing cache of any kind. Candidates are read after it, in one pass or
+    several, and kept in part.
 
     Example: 10 tokens are held. After `begin_round()` and a pass over 5 more, 3 of them accepted, `commit(3, of=5)`
-    leaves 13. For a batch all counts are tensors `[rows]`.
+    leaves 13.
+
+    Args:
+        cache: the model's cache; `None` if the first pass makes one.
+
+    Attributes:
+        num_tokens: committed tokens in the cache, without `pending` ones.
+        pending: number of trailing tokens to read again. Recurrent states cannot drop rejected candidates, so they are
+            reset to `rollback_point`, which is before these tokens.
     """
-
-    cache: Any
-    num_tokens: Count  # committed tokens in the cache, without `pending` ones
-    # Number of trailing tokens to read again. Recurrent states cannot drop rejected candidates, so they are reset to
-    # `rollback_point`, which is before these tokens.
-    pending: int = 0
-    rollback_point: RollbackPoint | None = None
-
-    def begin_round(self) -> None:  # rows are dropped without a note of where they begin
-        """Mark the beginning of tokens that may be rolled back."""
-
-    @abstractmethod
-    def commit(self, count: Count, of: Count, path: PathRows | None = None) -> None:
-        """Keep `count` of the `of` tokens read since `begin_round`: the first ones, or the first ones of a path."""
-
-    @abstractmethod
-    def roll_back(self) -> None:
-        """Drop all tokens read since `begin_round` or `commit`, also if a pass was interrupted in any layer."""
-
-
-class GrowingContext(CachedContext[int]):
-    """A sequence in a growing cache of any kind; `cache` is `None` if the first pass makes one."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.num_tokens = cache, 0 if cache is None else num_rows(cache)
-        self._is_recurrent: bool | None = None
-        self._shrinks = True
+        self.pending = 0
+        self.rollback_point: RollbackPoint | None = None
+        self._is_plain: bool | None = None  # whether no layer has windows, convolutions or states
 
     def begin_round(self) -> None:
-        layers: list[Any] = self.cache.layers
-        if self._is_recurrent is None:  # once, after the prompt
-            self._shrinks = any(type(layer) is not DynamicLayer for layer in layers)
-            self._is_recurrent = self._shrinks and is_recurrent(self.cache)
+        """Mark the beginning of tokens that may be rolled back."""
+        if self._is_plain is None:  # once, after the prompt
+            self._is_plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        if self._is_plain or self.pending:
+            return
         # States cannot be cropped, nor windows and convolutions that do not record, as in the prompt of a later turn.
-        records = all(getattr(layer, "record_past", True) for layer in layers) if self._shrinks else True
-        if (self._is_recurrent or not records) and not self.pending:
+        records = all(getattr(layer, "record_past", True) for layer in self.cache.layers)
+        if not records or is_recurrent(self.cache):
             self.rollback_point = RollbackPoint(self.cache)
 
     def commit(self, count: int, of: int, path: PathRows | None = None) -> None:
+        """Keep `count` of the `of` tokens read since `begin_round`: the first ones, or the first ones of a path."""
         if self.rollback_point is not None:
             if count == of:
                 self.pending, self.rollback_point = 0, None
@@ -80,13 +65,14 @@ class GrowingContext(CachedContext[int]):
                 self.rollback_point.roll_back()
                 self.pending += count
         elif path is None or count == of:  # all rows of a tree: it was a chain
-            if count < of or self._shrinks:  # windows and convolutions shrink in any case
+            if count < of or not self._is_plain:  # windows and convolutions shrink in any case
                 self.cache.crop(count - of)
         else:
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
-        self.num_tokens = self.cache.get_seq_length() if self._is_recurrent is False else num_rows(self.cache)
+        self.num_tokens = self.cache.get_seq_length() if self._is_plain else num_rows(self.cache)
 
     def roll_back(self) -> None:
+        """Drop all tokens read since `begin_round` or `commit`, also if a pass was interrupted in any layer."""
         if self.rollback_point is not None:
             self.rollback_point.roll_back()
         elif self.cache is not None:
@@ -126,53 +112,30 @@ def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def roll_back(cache: Cache, num_tokens: int) -> None:
-    """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
+    """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted. Windows and
+    convolutions must record (`activate_past_recording`); at 0 tokens all layers are reset.
 
     Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
-    If a layer cannot be cropped (its window moved on, unrecorded), no layer is. At 0 tokens all layers are reset.
     """
     layers: list[Any] = cache.layers
     for layer in layers:
         if num_tokens == 0:
             layer.reset()
+        elif isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
+            states: dict[int, Any] = layer.conv_states
+            sizes: dict[int, Any] = layer.conv_kernel_size
+            known = (states[number].shape[-1] - size for number, size in sizes.items() if size is not None)
+            layer.crop(-max(known, default=0))  # the inputs since the last crop
+        elif layer.keys is None or not layer.keys.numel():
+            continue
+        elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            # Not by `crop`: the values may have fewer rows than the keys, and a window may count tokens that it lacks.
+            kept = min(num_tokens, layer.sliding_window - 1) if layer.is_sliding else num_tokens
+            layer.keys, layer.values = layer.keys[..., :kept, :], layer.values[..., :kept, :]
+            if layer.is_sliding:
+                layer.cumulative_length = num_tokens
         else:
-            _drop_half(layer, num_tokens)
-    surplus = [_surplus(layer, num_tokens) for layer in layers]
-    if all(_can_crop(layer) for layer, count in zip(layers, surplus, strict=True) if count > 0):
-        for layer, count in zip(layers, surplus, strict=True):
-            if count > 0:
-                layer.crop(-count)
-
-
-def _drop_half(layer: Any, num_tokens: int) -> None:
-    """Drop what an interrupted `update` has added to the keys but not to the values of a layer, or has only counted.
-    `num_tokens`: those before it."""
-    if type(layer) not in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer) or layer.values is None:
-        return
-    rows = layer.values.shape[-2] if layer.values.numel() else 0  # before the first update values have one axis
-    if layer.keys.numel() and layer.keys.shape[-2] > rows:
-        layer.keys = layer.keys[..., :rows, :]
-    if type(layer) is cache_utils.DynamicSlidingWindowLayer:
-        most = layer.sliding_window - 1
-        counted = min(num_tokens, most) + layer.cumulative_length - num_tokens
-        if rows < (counted if layer.record_past else min(counted, most)):
-            layer.cumulative_length = num_tokens
-
-
-def _surplus(layer: Any, num_tokens: int) -> int:
-    """Number of rows of a layer beyond `num_tokens`; of layers with convolutions, inputs since the last crop."""
-    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
-        states: dict[int, Any] = layer.conv_states
-        sizes: dict[int, Any] = layer.conv_kernel_size
-        return max((states[i].shape[-1] - sizes[i] for i in states if states[i] is not None), default=0)
-    return layer.get_seq_length() - num_tokens if layer.keys is not None else 0
-
-
-def _can_crop(layer: Any) -> bool:
-    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
-        return layer.record_past
-    slides = type(layer) is cache_utils.DynamicSlidingWindowLayer
-    return not slides or layer.record_past or layer.get_seq_length() < layer.sliding_window
+            layer.crop(min(num_tokens - layer.get_seq_length(), 0))
 
 
 def num_rows(cache: Cache) -> int:
@@ -194,31 +157,23 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor 
     Example: 5 tokens of prefix and the nodes 0 to 4 are in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5,
     nodes 2 and 4 move from rows 7 and 9 to rows 6 and 7, and the crop leaves rows 0 to 7.
     """
-    in_place, every_layer = num_in_place(path), list[Any](cache.layers)
-    layers = [layer for layer in every_layer if layer.keys is not None]  # others share keys, or have read nothing
-    counts = [layer.get_seq_length() - num_prefix for layer in layers]
+    in_place, layers = num_in_place(path), list[Any](cache.layers)
+    own = [layer for layer in layers if layer.keys is not None]  # others share keys, or have read nothing
+    counts = [layer.get_seq_length() - num_prefix for layer in own]
     if in_place < len(path):
-        known = (torch.tensor(path) if on_device is None else on_device)[in_place:]
-        moving: dict[torch.device, list[Tensor]] = {}
-        for layer, count in zip(layers, counts, strict=True):
-            nodes = [rows[..., rows.shape[-2] - count :, :] for rows in (layer.keys, layer.values)]
-            moving.setdefault(layer.keys.device, []).extend(nodes)
-        for device, nodes in moving.items():
-            move(nodes, known.to(device), in_place)
-    for layer, count in zip(layers, counts, strict=True):
+        moving = (torch.tensor(path) if on_device is None else on_device)[in_place:]
+        with torch.inference_mode():  # a draft's rows are inference tensors, writable in inference mode only
+            for layer, count in zip(own, counts, strict=True):
+                for rows in (layer.keys, layer.values):
+                    nodes = rows[..., rows.shape[-2] - count :, :]
+                    nodes[..., in_place : len(path), :] = nodes.index_select(-2, moving.to(rows.device))
+    for layer, count in zip(own, counts, strict=True):
         layer.crop(len(path) - count)  # windows shrink even if nothing is removed
 
 
 def num_in_place(path: list[int]) -> int:
     """Number of leading rows of an ascending path from the root, node 0, that need not move: 2 for [0, 1, 3]."""
     return len([node for place, node in enumerate(path) if place == node])
-
-
-@torch.inference_mode()  # a draft's rows are inference tensors, writable in inference mode only
-def move(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
-    """Copy the rows `indices` of each tensor `[..., n, head]` to its rows from `to` on."""
-    for each in rows:
-        each[..., to : to + indices.shape[0], :] = each.index_select(-2, indices)
 
 
 def width_of(num_tokens: int) -> int:

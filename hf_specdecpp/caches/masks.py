@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
-from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, frequency_changes
+from hf_specdecpp.models.checks import frequency_changes
+from hf_specdecpp.models.foreign import names_in
 
 MASKED = ("sdpa", "eager")  # implementations of attention that take a mask of any shape
 GROUPED = "specdecpp_grouped"  # the attention of captured passes (`cuda_graphs.model_copy`)
@@ -106,15 +106,6 @@ def _group(config: Any) -> int:
     return int(heads // (getattr(config, "num_key_value_heads", None) or heads))
 
 
-def check_windows(target: CausalLM) -> None:
-    """Raise `ValueError` if the target's cache has windows that its masks may not have."""
-    if (reason := unknown_window(target, target.config.get_text_config(decoder=True))) is not None:
-        raise ValueError(
-            f"{type(target).__name__} {reason}. {WITHOUT_ASSISTANT}. A model that was trained without windows should "
-            "say so in its config (sliding_window=None)."
-        )
-
-
 def unknown_window(target: CausalLM, config: Any) -> str | None:
     """Why a model's windows may be measured differently than here, which no short test finds; `None` if they are not.
 
@@ -132,17 +123,14 @@ def unknown_window(target: CausalLM, config: Any) -> str | None:
             if layer_type == kind and isinstance(layer, DynamicSlidingWindowLayer)
         }
         described = f"{kind.replace('_', ' ')} over {sorted(windows)} tokens"
-        if windows and maker not in _names(forward.__code__):
-            return f"has {described} in its cache but not in its mask, so candidates would see more tokens"
+        if windows and maker not in names_in(forward.__code__):
+            return (
+                f"has {described} in its cache but not in its mask, so candidates would see more tokens (a model that "
+                "was trained without windows should say so in its config: sliding_window=None)"
+            )
         if windows and windows != {getattr(config, size, None)}:
             return f"has {described} whose mask hf_specdecpp does not know"
     return None
-
-
-def _names(code: CodeType) -> set[str]:
-    """Names of functions and attributes that a function uses, including those of inner functions."""
-    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*inner)
 
 
 class GrowingTreeLayer(DynamicSlidingWindowLayer):
@@ -159,21 +147,8 @@ class GrowingTreeLayer(DynamicSlidingWindowLayer):
         return stored if self.record_past else shown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        stored = stored_rows(self)
+        stored = 0 if self.keys is None or not self.keys.numel() else self.keys.shape[-2]
         return stored + query_length, self.cumulative_length - stored
-
-
-def stored_rows(layer: Any) -> int:
-    """Number of rows of keys in a layer; in sliding-window layers fewer than the tokens read."""
-    return layer.keys.shape[-2] if layer.is_initialized and layer.keys.numel() else 0
-
-
-def shown_rows(layer: Any, num_queries: int) -> int:
-    """Number of rows of keys that a pass over `num_queries` tokens will see, including its own tokens."""
-    rows = stored_rows(layer) + num_queries
-    if type(layer) is DynamicSlidingWindowLayer and layer.record_past:
-        return min(rows, layer.sliding_window - 1 + num_queries)
-    return rows
 
 
 # Token trees. -------------------------------------------------------------------------------------------------------
@@ -236,7 +211,7 @@ def tree_mask(
         prefix_mask = prefix_mask.to(ancestors.device)
     masks = {}
     for kind, layer in _kinds(config, cache).items():
-        num_rows = num_queries if layer is None else shown_rows(layer, num_queries)
+        num_rows = num_queries if layer is None else layer.get_mask_sizes(num_queries)[0]
         num_text = num_rows - ancestors.shape[1]
         seen = nn.functional.pad(ancestors, (num_text, 0), value=True)  # without any window
         if prefix_mask is not None:
@@ -254,14 +229,10 @@ def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
     """The kinds of layer in a model, each with the first cache layer of its kind that has keys; `None` if none has."""
     types = layer_types(config, config.num_hidden_layers)
     kinds: dict[str, Any] = dict.fromkeys(types)
-    missing = len(kinds)
     layers: list[Any] = cache.layers
     for kind, layer in zip(types, layers, strict=False):
         if kinds[kind] is None and layer.keys is not None:  # else it is new, or shares another layer's keys
             kinds[kind] = layer
-            missing -= 1
-            if not missing:
-                break
     return kinds
 
 

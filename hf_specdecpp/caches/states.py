@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
-from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, keeps_recurrent_state
+from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.sampling.randomness import widest
 
 # A `state_error` that rounding does not reach: states are computed in float32 whatever the model's dtype is.
@@ -34,14 +34,14 @@ class RollbackPoint:
         layers: list[Any] = cache.layers
         self.recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self.copies = [[state.clone() for state in _states(layer)] for layer in self.recurrent]
-        self.windows = [(layer, dict(vars(layer))) for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        rows = [layer for layer in layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
-        others: list[Any] = [layer for layer in rows if not isinstance(layer, DynamicSlidingWindowLayer)]
+        attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
+        self.windows = [(layer, dict(vars(layer))) for layer in attention if layer.is_sliding]
+        others = [layer for layer in attention if not layer.is_sliding and layer.keys is not None]
         self.lengths = [(layer, layer.get_seq_length()) for layer in others]
 
     @property
     def num_bytes(self) -> int:
-        return sum(copy.numel() * copy.element_size() for copies in self.copies for copy in copies)
+        return sum(copy.nbytes for copies in self.copies for copy in copies)
 
     def roll_back(self) -> None:
         """Restore the marked cache, wherever a pass was interrupted."""
@@ -66,8 +66,7 @@ def stop_recording(cache: Cache) -> None:
 
 def is_recurrent(cache: Cache) -> bool:
     """Whether a cache contains recurrent states, which cannot drop tokens."""
-    layers: list[Any] = cache.layers
-    recurrent = (layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin))
+    recurrent = (layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin))
     return any(any(layer.is_recurrent_states_initialized.values()) for layer in recurrent)
 
 
@@ -106,12 +105,6 @@ def why_no_rollback(model: CausalLM) -> str | None:
         "keeps a recurrent state that, in this version of transformers, cannot be taken back when a candidate is "
         "rejected, or does not go on from there over several tokens at once as it does one token at a time"
     )
-
-
-def check_states(target: CausalLM) -> None:
-    """Raise `ValueError` if the target's recurrent states cannot be taken back."""
-    if (reason := why_no_rollback(target)) is not None:
-        raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT_ASSISTANT}.")
 
 
 def state_error(model: CausalLM) -> float:

@@ -21,6 +21,7 @@ from hf_specdecpp.models.quantised import multiplies_in_half
 # `largest_error` that rounding does not reach.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.5
+ReadAgain = Callable[[Tensor, int], tuple[Tensor, Any]]
 
 
 class Trial:
@@ -38,15 +39,9 @@ class Trial:
             returns logits `[n, vocab]` and a copy of the cache (`generation.single_target.reader_again`).
     """
 
-    def __init__(
-        self,
-        target: CausalLM,
-        passes: ForeignPasses,
-        most: int,
-        read_again: Callable[[Tensor, int], tuple[Tensor, Any]],
-    ) -> None:
+    def __init__(self, target: CausalLM, passes: ForeignPasses, most: int, read_again: ReadAgain) -> None:
         self.passes, self._most_tokens = passes, most + 1
-        self._read_again: Callable[[Tensor, int], tuple[Tensor, Any]] | None = read_again
+        self._read_again: ReadAgain | None = read_again
         self._name, exact = type(target).__name__, None if multiplies_in_half(target) else TOLERANCE.get(target.dtype)
         self._tolerance = exact or HALF_TOLERANCE
         self._logits: list[Tensor] = []  # after each token since the trial began

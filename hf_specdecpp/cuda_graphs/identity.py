@@ -6,7 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Number
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from hf_specdecpp.models.foreign import KNOWN, OURS, package_of
+from hf_specdecpp.models.foreign import KNOWN, OURS, names_in, package_of
 
 PLAIN = {bool, int, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size}  # compared by value
 # Attributes of transformers' models that no pass depends on; users' models may read the first.
@@ -216,7 +216,7 @@ class ObjectWalk:
         self._all((("defaults", each.__defaults__), ("named", each.__kwdefaults__), ("of it", vars(each))))
         self._all((place, _held(cell)) for place, cell in enumerate(each.__closure__ or ()))
         known, is_users = each.__globals__, _is_users(_home(each))
-        for name in _names(each.__code__):
+        for name in names_in(each.__code__):
             value = known.get(name, known)
             if isinstance(value, FunctionType | type) and not _is_open(_home(value)):
                 self.found += name, SameObject(value)
@@ -231,14 +231,6 @@ def _held(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Names of global variables and attributes in a function's code, nested functions included."""
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names(each)
 
 
 def _home(code: Any) -> str:

@@ -194,21 +194,13 @@ class DraftSetup:
 
         int8 copies of weights are made now, exact copies in the background; copies of changed weights are deleted.
         """
-        in_int8, uses_copies = self.drafts_in_int8, self.uses_copies(target)
-        if not in_int8:
+        copies = self.copies if self.uses_copies(target) else None
+        int8 = self.int8 if self.drafts_in_int8 else None
+        if int8 is None:
             self.int8.clear()
-        if not uses_copies:
+        if copies is None:
             self.copies.clear()
-        models = [target]
-        if not in_int8 and self.drafter.model is not None:
-            models += self.drafter.parts
-        return FasterProducts(
-            *models,
-            copies=self.copies if uses_copies else None,
-            draft=self.drafter.parts,
-            target=target,
-            int8=self.int8 if in_int8 else None,
-        )
+        return FasterProducts(target, self.drafter.parts, copies=copies, int8=int8)
 
 
 def looking_up(

@@ -4,7 +4,7 @@ makes the arguments of forward passes over candidates and commits accepted token
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,10 +15,10 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from hf_specdecpp.caches.cached_context import CachedContext, GrowingContext, PathRows, extended, without_last
+from hf_specdecpp.caches.cached_context import GrowingContext, PathRows, extended, without_last
 from hf_specdecpp.caches.masks import tree_mask
 from hf_specdecpp.caches.states import stop_recording
-from hf_specdecpp.caches.trial import SavedCache, Trial
+from hf_specdecpp.caches.trial import ReadAgain, SavedCache, Trial
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import TargetSide
 from hf_specdecpp.generation.output_text import OutputText, Round
@@ -67,7 +67,7 @@ class TargetContext:
         self._longer, self._spare = model_kwargs, 0  # `_longer`: `model_kwargs` with `_spare` more columns
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
-        self.cached: CachedContext = GrowingContext(cache_among(model_kwargs))
+        self.cached = GrowingContext(cache_among(model_kwargs))
         if self.cached.num_tokens:  # a later turn
             self.cached.begin_round()
         self.changes = frequency_changes(target.config.get_text_config(decoder=True))
@@ -215,7 +215,7 @@ class TargetContext:
             self.cached.commit(pending, of=pending)
 
 
-def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
+def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> ReadAgain:
     """A function `read(ids, count)` for `Trial`: one pass over `count` tokens of the later sequence `ids`, from the
     last token of `text` `[1, length]` on, in a copy of the cache of `text`, which is saved now. `read` returns logits
     `[count, vocab]` and the copy. With `as_tree` each token after the first has a sibling."""

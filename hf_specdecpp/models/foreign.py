@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -180,6 +180,14 @@ def package_of(code: Any) -> str:
     return str(home).partition(".")[0]
 
 
+def names_in(code: CodeType) -> Iterator[str]:
+    """Names of global variables and attributes in a function's code, nested functions included."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from names_in(each)
+
+
 def is_foreign(code: Any, home: str | None = None) -> bool:
     """Whether a function, or a function that it wraps, comes from a package that is neither in `KNOWN` nor `home`."""
     left = [code]
@@ -213,7 +221,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
         own, kind = vars(module), type(module).__name__
         kinds.add(type(module))
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in hooks.items() if hooks else ():
+            for number, hook in hooks.items():
                 if _is_foreign_hook(hook):
                     yield ForeignCode(hook, f"a hook of {kind}, {_name(hook)}", number, module)
         if "forward" in own and is_foreign(own["forward"]):
@@ -225,10 +233,10 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
     for kind_of in kinds:
         for method in ("forward", "__call__"):
             code = getattr(kind_of, method)
-            if code not in _usual and is_foreign(code) and is_foreign(code, _ownpackage_of(kind_of, model)):
+            if code not in _usual and is_foreign(code) and is_foreign(code, _own_package_of(kind_of, model)):
                 yield ForeignCode(code, f"a forward of {kind_of.__name__}, {_name(code)}")
     for method in PREPARING if hasattr(model, PREPARING[0]) else ():  # other modules, such as drafts, have none
-        home = _ownpackage_of(type(model), model) if method == PREPARING[0] else None
+        home = _own_package_of(type(model), model) if method == PREPARING[0] else None
         if is_foreign(code := _method(model, method), home):
             yield ForeignCode(code, f"another {method}, {_name(code)}")
     yield from _replaced_functions(kinds)
@@ -293,7 +301,7 @@ def _method(model: CausalLM, name: str) -> Any:
     return vars(model).get(name) or getattr(type(model), name)
 
 
-def _ownpackage_of(kind: type[Any], model: CausalLM) -> str | None:
+def _own_package_of(kind: type[Any], model: CausalLM) -> str | None:
     """The package of the model's class if no other package defines a forward of `kind`, else `None`.
 
     Example: with a model of the Hub, whose code is in the package "transformers_modules", a layer that extends

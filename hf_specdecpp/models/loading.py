@@ -114,9 +114,10 @@ def _check_config(source: Repository) -> str | None:
 
 def load_tokenizer(name: str | Repository, revision: str | None = None) -> PreTrainedTokenizerBase:
     source = name if isinstance(name, Repository) else Repository(name, revision)
-    place: dict[str, Any] = {"revision": source.revision, **source.hub_kwargs}
-    place |= {"subfolder": source.subfolder} if source.subfolder else {}
-    return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False, **place)
+    return AutoTokenizer.from_pretrained(
+        source.name, revision=source.revision, trust_remote_code=False, subfolder=source.subfolder or "",
+        **source.hub_kwargs,
+    )  # fmt: skip
 
 
 def load_model_config(name: str) -> Any:

@@ -31,7 +31,7 @@ def states_of(module: nn.Module) -> Iterator[object]:
     CPUs). So a copy of the layer that shares the weight must also share the state.
     """
     for layer in module.modules():
-        if _is_of(layer, "bitsandbytes"):
+        if _is_of_bitsandbytes(layer):
             yield from (vars(layer)[name] for name in ("state", "quant_state") if vars(layer).get(name) is not None)
 
 
@@ -82,11 +82,11 @@ def quantised_activations(model: nn.Module) -> str | None:
 
 def multiplies_in_half(model: nn.Module) -> bool:
     """Whether bitsandbytes layers of the model compute in half precision, which may differ from the model's dtype."""
-    layers = [layer for layer in model.modules() if _is_of(layer, "bitsandbytes")]
+    layers = [layer for layer in model.modules() if _is_of_bitsandbytes(layer)]
     dtypes = {getattr(vars(layer).get("quant_state"), "dtype", None) for layer in layers}
     dtypes |= {getattr(layer, "compute_dtype", None) for layer in layers}
     return bool(dtypes & {torch.bfloat16, torch.float16})
 
 
-def _is_of(layer: nn.Module, library: str) -> bool:
-    return type(layer).__module__.startswith(library)
+def _is_of_bitsandbytes(layer: nn.Module) -> bool:
+    return type(layer).__module__.startswith("bitsandbytes")

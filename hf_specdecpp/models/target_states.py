@@ -6,6 +6,8 @@ With them a draft of one layer predicts better than several that read embeddings
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -90,17 +92,13 @@ class TargetStates:
         """Run a forward pass, whose arguments are from `requesting`, capture its states, and return its outputs."""
         if not self._modules:
             return forward(*args, **inputs)
-        if self.are_returned:
-            outputs = forward(*args, **inputs)
-            self._caught = self._returned(outputs)
-            return outputs
-        with self:
+        with nullcontext() if self.are_returned else self:
             outputs = forward(*args, **inputs)
         if returned := self._returned(outputs):
-            if not all(self._caught):  # the forward was compiled without hooks
+            if self.are_returned or not all(self._caught):  # the forward was compiled without hooks
                 self._caught = returned
             pairs = zip(self._caught, returned, strict=True)
-            self.are_returned = all(caught and caught[-1] is own for caught, (own,) in pairs)
+            self.are_returned = all(caught[-1] is own for caught, (own,) in pairs)
         return outputs
 
     def _returned(self, outputs: Any) -> list[list[Tensor]]:
@@ -112,27 +110,26 @@ class TargetStates:
 
     def __enter__(self) -> TargetStates:
         self.clear()
-        for module, caught in zip(self._modules, self._caught, strict=True):
-            self._handles.append(module.register_forward_hook(_keeper(caught, get_ident())))
-        self._handles.append(self._decoder.register_forward_hook(self._end_of_pass(get_ident())))
+        thread = get_ident()  # in others the same model may generate, too
+
+        def keep(caught: list[Tensor], module: nn.Module, _args: Any, output: Any) -> None:
+            if get_ident() == thread:
+                caught.append(state_of(module, output))
+
+        def end_pass(*_: object) -> None:
+            if get_ident() == thread:
+                for caught in self._caught:  # the last state, of a layer that runs several times in each pass (Dory)
+                    caught[self._passes :] = caught[-1:]
+                self._passes += 1
+
+        hooks = [(module, partial(keep, caught)) for module, caught in zip(self._modules, self._caught, strict=True)]
+        self._handles = [module.register_forward_hook(hook) for module, hook in (*hooks, (self._decoder, end_pass))]
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _end_of_pass(self, thread: int) -> Any:
-        """A hook of the decoder that keeps the last state of each layer in a pass. A layer that runs several times in
-        each pass (Dory) has several."""
-
-        def keep_last(*_: object) -> None:
-            if get_ident() == thread:
-                for caught in self._caught:
-                    caught[self._passes :] = caught[-1:]
-                self._passes += 1
-
-        return keep_last
 
     def clear(self) -> None:
         self._passes = 0
@@ -195,12 +192,3 @@ def state_numbers(reader: StateReader, num_layers: int) -> list[int]:
     if num_layers - 1 in reader.reads:
         return []
     return [num_layers if read == FINAL else read + 1 for read in reader.reads]
-
-
-def _keeper(caught: list[Tensor], thread: int) -> Any:
-    def keep(module: nn.Module, _args: Any, output: Any) -> None:
-        if get_ident() != thread:  # another generation of the same model
-            return
-        caught.append(state_of(module, output))
-
-    return keep

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.caches.cached_context import roll_back
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.single_target import TargetContext
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
@@ -169,18 +168,6 @@ def test_a_forward_that_returns_the_last_logits_only(pretended: Any) -> None:
     assistant.attach(target, default=True)
     assert torch.equal(generate(target, batch, pad_token_id=0), plain)
     assert "returns logits after 1 of 5 tokens" in str(assistant.stats.refusal)
-
-
-def _lengths(cache: Any) -> set[int]:
-    return {layer.get_seq_length() for layer in cache.layers}
-
-
-def test_roll_back_leaves_alone_what_cannot_go_back() -> None:
-    target = target_of("mistral")  # a window of 8
-    cache = DynamicCache(config=target.config)
-    target(prompt(12), past_key_values=cache)
-    roll_back(cache, 6)
-    assert _lengths(cache) == {12}
 
 
 @pytest.mark.parametrize("held", [14, 15])

@@ -10,9 +10,10 @@ from support.targets.models import prompt, tiny
 from support.targets.watchers import unnoticed
 from support.targets.zoo import tiny_of
 
-from hf_specdecpp.caches.states import check_states, state_error
+from hf_specdecpp.caches.states import state_error
 from hf_specdecpp.draft_kinds.acceptance import agreement
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.generation.entry.attached import check_reading
 from hf_specdecpp.models.causal_lm import CausalLM, trying
 from hf_specdecpp.trees.attention import check_tree, tree_error
 
@@ -68,7 +69,7 @@ def fails_once(model: CausalLM) -> None:
     hook = model.register_forward_pre_hook(unnoticed(fail))
 
 
-@pytest.mark.parametrize(("family", "check"), [("granitemoehybrid", check_states), ("llama", check_tree)])
+@pytest.mark.parametrize(("family", "check"), [("granitemoehybrid", check_reading), ("llama", check_tree)])
 def test_an_exception_is_named_and_decides_nothing(family: str, check: Callable[[CausalLM], None]) -> None:
     model = tiny_of(family)
     fails_once(model)

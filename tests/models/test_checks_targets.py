@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.caches.states import check_states
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.generation.entry.attached import check_reading
 from hf_specdecpp.generation.refusals import check_inputs
 from hf_specdecpp.models import foreign
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
@@ -86,7 +86,7 @@ def test_steps_that_are_clamped_among_several_tokens_only(family: str, dtype: to
             if name.endswith("dt_bias"):
                 parameter.fill_(-8.0)
     with pytest.raises(ValueError, match="does not go on from there over several tokens at once as it does one"):
-        check_states(target)
+        check_reading(target)
 
 
 def test_caches_beside_the_cache() -> None:

@@ -30,13 +30,13 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from hf_specdecpp.caches.masks import check_windows
-from hf_specdecpp.caches.states import check_states
+from hf_specdecpp.caches.masks import unknown_window
+from hf_specdecpp.caches.states import why_no_rollback
 from hf_specdecpp.generation.entry.calls import MODE_KWARGS, Assistant, Call, decoding_of
 from hf_specdecpp.generation.refusals import LateRefusalError, PlainCallError, check_mode, check_object, own_speculation
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, check_target
 
 
 @dataclass
@@ -87,8 +87,9 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
 def check_reading(target: CausalLM) -> None:
     """Raise `ValueError` if passes over several tokens would differ from passes over one token each."""
     check_target(target, recurrent=True)
-    check_windows(target)
-    check_states(target)
+    config = target.config.get_text_config(decoder=True)
+    if (reason := unknown_window(target, config) or why_no_rollback(target)) is not None:
+        raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT_ASSISTANT}.")
 
 
 def detach(assistant: nn.Module, target: CausalLM) -> None:

@@ -37,9 +37,8 @@ class _Local(local):
 
 
 _local = _Local()
-# In all threads, guarded by the lock: number of contexts of each layer, and of contexts that group attention.
-_uses: Counter[nn.Linear] = Counter()
-_groups: Counter[str] = Counter()
+# In all threads, guarded by the lock: number of contexts of each layer, and of those that group attention ("sdpa").
+_uses: Counter[Any] = Counter()
 _lock = RLock()
 
 
@@ -53,12 +52,11 @@ class FasterProducts:
     A layer uses the copy of its weight as soon as the copy exists, even within a generation.
 
     Args:
-        models: target and draft, or their modules. Without models, only the layers of `draft` change.
+        target: the model whose time `seconds` gives.
+        draft: modules of the draft. Layers that are the target's, too, do not use int8, which would change the output.
         copies: owner of exact copies of the weights, which are checked and renewed here. `None`: no exact copies.
-        draft: modules whose large layers compute passes over few tokens in int8.
-        target: the model whose time `seconds` gives. Layers that the draft shares with the target do not use int8,
-            because int8 would change the output.
-        int8: owner of the int8 copies of the draft's weights, also checked here. `None`: no int8.
+        int8: owner of the int8 copies of the draft's weights, for passes over few tokens, also checked here. `None`:
+            the draft's layers use exact copies, too.
 
     Attributes:
         layers: for each layer with a copy its forward in this context.
@@ -66,25 +64,22 @@ class FasterProducts:
 
     def __init__(
         self,
-        *models: nn.Module,
-        copies: WeightCopies | None = None,
-        draft: Iterable[nn.Module] = (),
         target: nn.Module | None = None,
+        draft: Iterable[nn.Module] = (),
+        copies: WeightCopies | None = None,
         int8: WeightCopies | None = None,
     ) -> None:
         self.layers: dict[nn.Linear, Forward] = {}
         self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy, times of each layer
-        shared = set() if target is None or (int8 is None and copies is None) else set(modules_of(target))
-        if int8 is not None:
-            for layer in large_layers(draft):
-                if layer not in shared and can_be_copied(layer):
-                    self.layers[layer] = _copied_forward(layer, int8.current(layer.weight))
-        for layer in large_layers(models) if copies is not None else ():
-            times = product_times(layer.weight) if layer not in self.layers and can_be_copied(layer) else None
-            if copies is not None and times is not None:
-                copy = copies.prepared(layer.weight)
+        models = [*draft] if target is None else [target, *draft]
+        own = set() if target is None else set(modules_of(target))
+        for layer in filter(can_be_copied, large_layers(models)):
+            if int8 is not None and layer not in own:
+                self.layers[layer] = _copied_forward(layer, int8.current(layer))
+            elif copies is not None and (times := product_times(layer.weight)) is not None:
+                copy = copies.prepared(layer)
                 self.layers[layer] = _copied_forward(layer, copy)
-                if layer in shared:
+                if layer in own:
                     self._of_target.append((layer.weight.numel(), copy, times))
         # Replacing attention would recompile a compiled model each time.
         on_cpu = any(all(device.type == "cpu" for device in devices_of(model)) for model in models)
@@ -101,31 +96,29 @@ class FasterProducts:
     def seconds(self, rows: int, own: bool = False) -> float | None:
         """Processor seconds of the target's large layers in a pass over `rows` tokens, from measured times; `None` if
         the target has no such layers. `own`: with PyTorch's own kernels."""
-        if not self._of_target:
-            return None
         seconds = 0.0
         for count, copy, usual in self._of_target:
             made = copy.made
             times = usual if made is None else made.times
             seconds += count * times.seconds(rows, with_copy=not own and made is not None)
-        return seconds
+        return seconds or None
 
     def __enter__(self) -> None:
         with _lock:
+            background.texts += 1
             if self.groups_attention:
-                _groups["sdpa"] += 1
+                _uses["sdpa"] += 1
                 if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
                     ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # the same bits, also in other threads
             for layer in self.layers:
                 _uses[layer] += 1
                 vars(layer).setdefault("forward", MethodType(_multiply, layer))
         _local.contexts.append(self.layers)
-        background.begin_text()
 
     def __exit__(self, *_: object) -> None:
-        background.end_text()
         _local.contexts.pop()
         with _lock:
+            background.texts -= 1
             for layer in self.layers:
                 _uses[layer] -= 1
                 if not _uses[layer]:
@@ -133,8 +126,8 @@ class FasterProducts:
                     if _is_routed(layer):
                         del vars(layer)["forward"]
             if self.groups_attention:
-                _groups["sdpa"] -= 1
-                if not _groups["sdpa"] and ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
+                _uses["sdpa"] -= 1
+                if not _uses["sdpa"] and ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
                     del ALL_ATTENTION_FUNCTIONS["sdpa"]  # only the override; transformers' own remains
 
 
@@ -199,20 +192,12 @@ def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
         if (
             made is not None  # first, since there are hundreds of layers
             and made.times.least <= rows <= made.times.most
-            and _is_plain(layer, input)
+            and input.dtype is layer.weight.dtype
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.is_grad_enabled()
             and copy.is_of(layer.weight)
         ):
             return made.copy.multiply(input, layer.bias)
         return functional.linear(input, layer.weight, layer.bias)
 
     return forward
-
-
-def _is_plain(layer: nn.Linear, input: Tensor) -> bool:
-    """Whether input and weight have the same supported dtype, without autocast and gradients."""
-    return (
-        input.dtype is layer.weight.dtype
-        and input.dtype in DTYPES
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_grad_enabled()
-    )

@@ -26,13 +26,9 @@ def computes_in_half(model: Any) -> bool:
 
 
 class _Local(local):
-    """Whether this thread computes the attention of each query separately, and the keys that each query sees, by mask
-    of the pass."""
+    """The keys that each query sees, by mask of the pass; `None` if this thread attends from all queries at a time."""
 
-    separate = False
-
-    def __init__(self) -> None:
-        self.seen: dict[Tensor, list[slice | Tensor] | None] = {}
+    seen: dict[Tensor, list[slice | Tensor] | None] | None = None
 
 
 _local = _Local()
@@ -46,12 +42,11 @@ def separate_queries() -> Iterator[None]:
     results are then rounded differently, so of two nearly tied tokens the other one may be chosen. Not for passes whose
     masks also hide tokens of the prompt.
     """
-    _local.separate = True
+    _local.seen = {}
     try:
         yield
     finally:
-        _local.separate = False
-        _local.seen.clear()
+        _local.seen = None
 
 
 def grouped_attention(
@@ -91,7 +86,7 @@ def grouped_attention(
         attend = partial(
             functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-        seen = _seen_keys(attention_mask) if _local.separate else None
+        seen = None if _local.seen is None else _seen_keys(attention_mask, _local.seen)
         if seen is not None:
             queries = zip(query.split(1, dim=2), seen, strict=True)
             output = torch.cat([attend(one, key[:, :, keys], value[:, :, keys]) for one, keys in queries], dim=2)
@@ -101,16 +96,16 @@ def grouped_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-def _seen_keys(mask: Any) -> list[slice | Tensor] | None:
+def _seen_keys(mask: Any, known: dict[Tensor, list[slice | Tensor] | None]) -> list[slice | Tensor] | None:
     """For each query of a boolean mask `[1, 1, tokens, cached tokens]` the keys that it sees: their number as a slice,
-    or their indices in a tree; `None` for other masks, or if a window hides the first key of a query.
+    or their indices in a tree; `None` for other masks, or if a window hides the first key of a query. Kept in `known`.
 
     Example: after a prefix of 2 tokens the root, its child and the child's sibling see `[:3]`, `[:4]` and
     `[0, 1, 2, 4]`.
     """
-    if mask not in _local.seen:
-        _local.seen[mask] = None
+    if mask not in known:
+        known[mask] = None
         if mask.dtype is torch.bool and len(mask) == 1 and bool(mask[..., 0].all()):
             rows = [row.nonzero()[:, 0] for row in mask[0, 0]]
-            _local.seen[mask] = [slice(len(row)) if int(row[-1]) < len(row) else row for row in rows]
-    return _local.seen[mask]
+            known[mask] = [slice(len(row)) if int(row[-1]) < len(row) else row for row in rows]
+    return known[mask]

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from threading import Event
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ LARGEST = 15  # a float16 weight is scaled so that its largest element lies betw
 MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave the range of float32
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
 ROWS = (1, 4, 16)  # numbers of rows whose multiplications are measured
-UP_TO = (2, 8, 24)  # most rows that each measurement applies to; with more, PyTorch's own kernel is used
+SPANS = ((1, 2), (3, 8), (9, 24))  # rows that each measurement applies to; with more, PyTorch's own kernel is used
 ALIKE = 32  # most rows for copies in half precision; with more, PyTorch's own kernel for AMX also rounds differently
 SAMPLE = 1 << 21  # elements of a weight that are measured
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
@@ -220,7 +220,7 @@ class ProductTimes:
         if is_half:
             return cls(own, copied, 1, ALIKE if LEAST_GAIN * sum(copied) <= sum(own) else 0)
         least, most = 1, 0
-        for first, last, mine, other in zip((1, *(each + 1 for each in UP_TO)), UP_TO, own, copied, strict=False):
+        for (first, last), mine, other in zip(SPANS, own, copied, strict=True):
             if other * LEAST_GAIN <= mine or (most and other <= MOST_LOSS * mine):
                 least, most = least if most else first, last
             elif most:
@@ -264,9 +264,10 @@ _first: dict[torch.dtype, ProductTimes | None] = {}
 def measured_copy(weight: Tensor) -> MeasuredCopy | None:
     """The copy of a weight `[out, in]` with the layer's results up to the order of summation; `None` if there is no
     such copy, or the copy is not faster for any number of rows."""
-    kind = kind_of_copy(weight)
-    times = None if kind is None else _times_of(kind, _sample(weight))
-    return MeasuredCopy(kind.of(weight), times) if kind is not None and times is not None and times.most else None
+    if (kind := kind_of_copy(weight)) is None:
+        return None
+    times = _times_of(kind, _sample(weight))
+    return MeasuredCopy(kind.of(weight), times) if times.most else None
 
 
 def int8_copy(weight: Tensor) -> MeasuredCopy:
@@ -307,10 +308,7 @@ def _times_of(kind: Kind, sample: Tensor) -> ProductTimes:
 @torch.inference_mode()
 def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes:
     others = torch.ones(COLD // 8, dtype=torch.int64)
-    ways: tuple[Callable[[Tensor], Any], ...] = (
-        lambda x: functional.linear(x, weight),
-        lambda x: copy.multiply(x, None),
-    )
+    ways: Any = partial(functional.linear, weight=weight), partial(copy.multiply, bias=None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # waiting for other threads would count as processor time
     try:

@@ -11,17 +11,15 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor, nn
 
 from hf_specdecpp.models.cpu.products import ending
 
@@ -47,6 +45,7 @@ class WeightCopy:
     state: Tensor | None = None  # `fingerprint` of the copied weight
     version: int = NEVER  # PyTorch's write count of the copied weight; `NEVER` if not requested, or dropped
     address: int = 0  # of the data of the copied weight
+    bytes: int = 0  # memory of the copy
 
     def make(self, weight: Tensor, make: Callable[[Tensor], Any]) -> None:
         """Make the copy of a weight. Without effect if the weight changes meanwhile."""
@@ -54,6 +53,7 @@ class WeightCopy:
         made = make(weight)
         if weight._version == version and weight.data_ptr() == address and torch.equal(fingerprint(weight), state):
             self.version, self.address, self.state, self.made = version, address, state, made
+            self.bytes = 0 if made is None else weight.numel() * getattr(made, "bytes_of_element", 1)
         else:
             self.version = NEVER
 
@@ -68,13 +68,13 @@ class WeightCopy:
         if torch.equal(fingerprint(weight), self.state):
             self.version, self.address = weight._version, weight.data_ptr()
         else:
-            self.made, self.version = None, NEVER
+            self.made, self.version, self.bytes = None, NEVER, 0
 
 
 class WeightCopies:
-    """Copies of weights, which live as long as this object, and each as long as its weight.
+    """Copies of the weights of layers, which live as long as this object, and each as long as a layer with its weight.
 
-    Objects with the same `make` share the copies.
+    Layers with the same weight share a copy, as do objects with the same `make`.
 
     Args:
         make: function that returns the copy of a weight `[out, in]`, or `None` if there is no copy.
@@ -82,33 +82,31 @@ class WeightCopies:
 
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
         self.make = make
-        self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> WeightCopy
+        # By layer: PyTorch cannot swap tensors that weak references refer to (`set_swap_module_params_on_conversion`).
+        self._copies: WeakKeyDictionary[nn.Linear, WeightCopy] = WeakKeyDictionary()
 
-    def _shared(self, weight: Tensor) -> WeightCopy:
-        """The copy of the weight, without contents (`made`) if missing or outdated."""
+    def _shared(self, layer: nn.Linear) -> WeightCopy:
+        """The copy of the layer's weight, without contents (`made`) if missing or outdated."""
+        weight = layer.weight
         with _lock:
-            shared = _shared[self.make].get(weight)
-            copy = None if shared is None else shared()
-            if copy is None:
-                copy = WeightCopy()
-                _shared[self.make][weight] = ref(copy)
-            self._copies[weight] = copy
+            copy = _shared.setdefault((self.make, id(weight), weight.shape), WeightCopy())
+            self._copies[layer] = copy
         copy.check(weight)
         return copy
 
-    def current(self, weight: Tensor) -> WeightCopy:
-        """The copy of the weight's current values, made now if missing or outdated."""
-        copy = self._shared(weight)
+    def current(self, layer: nn.Linear) -> WeightCopy:
+        """The copy of the layer's current weight, made now if missing or outdated."""
+        copy = self._shared(layer)
         if copy.made is None:
-            copy.make(weight, self.make)
+            copy.make(layer.weight, self.make)
         return copy
 
-    def prepared(self, weight: Tensor) -> WeightCopy:
-        """The copy of the weight's current values, made in the background if missing or outdated."""
-        copy = self._shared(weight)
+    def prepared(self, layer: nn.Linear) -> WeightCopy:
+        """The copy of the layer's current weight, made in the background if missing or outdated."""
+        copy = self._shared(layer)
         if copy.version == NEVER:
-            copy.version = weight._version
-            background.ask(weight, copy, self)
+            copy.version = layer.weight._version
+            background.ask(layer, copy, self)
         return copy
 
     def clear(self) -> None:
@@ -119,16 +117,15 @@ class WeightCopies:
     def bytes(self) -> int:
         """Memory of the copies in bytes."""
         with _lock:
-            made = [(weight, copy.made) for weight, copy in self._copies.items() if copy.made is not None]
-        return sum(weight.numel() * getattr(copy, "bytes_of_element", 1) for weight, copy in made)
+            return sum(copy.bytes for copy in set(self._copies.values()))
 
 
-# For each function that makes copies: weight -> weak reference to its copy.
-_shared: defaultdict[Callable[[Tensor], Any], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
-_lock = threading.RLock()  # guards these dictionaries and those of `WeightCopies`
+# The copies by the function that makes them, and the id and shape of the weight. An id may be reused: see `check`.
+_shared: WeakValueDictionary[tuple[Any, int, torch.Size], WeightCopy] = WeakValueDictionary()
+_lock = threading.RLock()  # guards this dictionary and those of `WeightCopies`
 
 
-_Asked = tuple[ref[Tensor], ref[WeightCopy], ref[WeightCopies]]
+_Asked = tuple[ref[nn.Linear], ref[WeightCopy], ref[WeightCopies]]
 
 
 @dataclass
@@ -140,19 +137,16 @@ class Background:
     """
 
     texts: int = 0  # running generations
-    text_seconds: float = 0.0  # with running generations, before the current ones
-    seconds: float = 0.0  # spent on copies during generations on all cores
     made: int = 0  # weights that were copied, or could not be
     _asked: list[_Asked] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.Thread | None = None
-    _begin: float = 0.0
     _making: int = 0  # bytes of weights that are being copied now, also in `wait`
 
-    def ask(self, weight: Tensor, copy: WeightCopy, owner: WeightCopies) -> None:
-        """Queue the copy of a weight. Dropped from the queue if weight, copy or owner is deleted."""
+    def ask(self, layer: nn.Linear, copy: WeightCopy, owner: WeightCopies) -> None:
+        """Queue the copy of a layer's weight. Dropped from the queue if layer, copy or owner is deleted."""
         with self._lock:
-            self._asked.append((ref(weight), ref(copy), ref(owner)))
+            self._asked.append((ref(layer), ref(copy), ref(owner)))
             if self._thread is None or not self._thread.is_alive():
                 computing = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._run, args=(computing,), name="weight copies", daemon=True)
@@ -160,16 +154,6 @@ class Background:
                     self._thread.start()
                 except RuntimeError:  # the process ends, or has too many threads: no copies
                     self._thread = None
-
-    def begin_text(self) -> None:
-        with self._lock:
-            self._begin = time.perf_counter() if not self.texts else self._begin
-            self.texts += 1
-
-    def end_text(self) -> None:
-        with self._lock:
-            self.texts -= 1
-            self.text_seconds += time.perf_counter() - self._begin if not self.texts else 0.0
 
     def wait(self) -> None:
         """Make all queued copies, in this thread as well as in the background thread."""
@@ -190,31 +174,30 @@ class Background:
             if not self._asked:
                 self._thread = None if threading.current_thread() is self._thread else self._thread
                 return None
-            self._asked.sort(key=lambda item: 0 if (weight := item[0]()) is None else weight.numel())
+            self._asked.sort(key=lambda item: 0 if (layer := item[0]()) is None else layer.weight.numel())
             return self._asked.pop()
 
     def _run(self, computing: int) -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # of this thread
         has_core = usable_cores() > computing
-        while not ending.is_set():
-            is_busy = bool(self.texts) and not has_core
-            spent = SHARE * (self.text_seconds + time.perf_counter() - self._begin) < self.seconds
-            if is_busy and self._asked and spent:
-                time.sleep(POLL)
-                continue
-            if (item := self._next()) is None:
-                return
+        while not ending.is_set() and (item := self._next()) is not None:
             begin = time.perf_counter()
             self._make(*item)
-            if is_busy:
-                self.seconds += time.perf_counter() - begin
+            end = time.perf_counter()
+            until = begin + (end - begin) / SHARE
+            while self.texts and self._asked and not has_core and time.perf_counter() < until and not ending.is_set():
+                time.sleep(POLL)
 
     @torch.no_grad()
-    def _make(self, of: ref[Tensor], into: ref[WeightCopy], by: ref[WeightCopies]) -> None:
-        weight, copy, owner = of(), into(), by()
-        if weight is None or copy is None or owner is None:
+    def _make(self, of: ref[nn.Linear], into: ref[WeightCopy], by: ref[WeightCopies]) -> None:
+        layer, copy, owner = of(), into(), by()
+        if copy is None:
             return
+        if layer is None or owner is None:
+            copy.version = NEVER  # another layer or owner that shares the copy may ask again
+            return
+        weight = layer.weight
         with self._lock:
             made = owner.bytes
             if made + self._making + weight.nbytes > MOST_OF_FREE * (made + free_memory()):
@@ -236,11 +219,9 @@ def _begin_child() -> None:
     global _lock
     _lock = threading.RLock()  # a thread of the parent may hold the other one
     background.__init__()  # type: ignore[misc]
-    for shared in _shared.values():
-        for each in shared.values():
-            copy = each()
-            if copy is not None and copy.made is None:
-                copy.version = NEVER
+    for copy in _shared.values():
+        if copy.made is None:
+            copy.version = NEVER
 
 
 if sys.platform != "win32":

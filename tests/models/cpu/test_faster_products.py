@@ -190,7 +190,7 @@ def test_seconds_follow_what_was_measured_and_which_copies_there_are() -> None:
         return measured_copy(weight)
 
     kept = WeightCopies(make)
-    made = FasterProducts(target, other, copies=kept, target=target)
+    made = FasterProducts(target, [other], copies=kept)
     described, seconds = made.described, made.seconds(4)
     go.set()
     assert described == "own"
@@ -199,8 +199,8 @@ def test_seconds_follow_what_was_measured_and_which_copies_there_are() -> None:
     assert made.described == "float16"
     assert made.seconds(4) == pytest.approx(192e-9)
     assert made.seconds(4, own=True) == made.seconds(25) == pytest.approx(192 * 2e-9)
-    assert FasterProducts(target, other, copies=kept).seconds(4) is None
-    assert FasterProducts(target, target=target).seconds(4) is None
+    assert FasterProducts(draft=[target, other], copies=kept).seconds(4) is None
+    assert FasterProducts(target).seconds(4) is None
 
 
 # Only where they may be used. -----------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_generate_uses_copies_and_detach_gives_them_back(target: CausalLM, calls
     assert ("float16", 4) in calls, "the prompt's pass too"
     assert assistant.stats.decided["products"] == "float16"
     assert (set(target.state_dict()), assistant.copies.bytes) == (state, 2 * elements_of(target))
-    made = [weakref.ref(each.made.copy) for each in assistant.copies._copies.values()]
+    made = [weakref.ref(copy) for copy in {each.made.copy for each in assistant.copies._copies.values()}]
     assert len(made) == 22
     assistant.detach(target)
     gc.collect()
@@ -401,7 +401,7 @@ def test_a_deleted_assistant_leaves_nothing(target: CausalLM) -> None:
     for assistant in (first, second):
         target.generate(IDS, max_new_tokens=4, assistant_model=assistant)
     background.wait()
-    copies = weakref.ref(second.copies.current(cast("Tensor", target.lm_head.weight)))
+    copies = weakref.ref(second.copies.current(cast("nn.Linear", target.lm_head)))
     del first, assistant
     gc.collect()
     assert copies() is not None

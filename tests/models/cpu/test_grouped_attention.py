@@ -170,11 +170,11 @@ def test_separate_queries_have_the_bits_of_passes_over_one_token(among: Tensor, 
 
 
 @pytest.mark.parametrize("mutant", [
-    lambda mask: [slice(mask.shape[-1])] * mask.shape[-2],  # later candidates
-    lambda mask: [slice(PREFIX + 1 + place) for place in range(mask.shape[-2])],  # siblings
-    lambda mask: [slice(PREFIX)] * mask.shape[-2],  # nothing after the prefix
+    lambda mask, _: [slice(mask.shape[-1])] * mask.shape[-2],  # later candidates
+    lambda mask, _: [slice(PREFIX + 1 + place) for place in range(mask.shape[-2])],  # siblings
+    lambda mask, _: [slice(PREFIX)] * mask.shape[-2],  # nothing after the prefix
 ], ids=["all", "as in a chain", "prefix"])  # fmt: skip
-def test_other_keys_would_be_noticed(mutant: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_keys_would_be_noticed(mutant: Callable[[Tensor, Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_seen_keys", mutant)
     with pytest.raises(AssertionError):
         test_separate_queries_have_the_bits_of_passes_over_one_token(TREE, torch.bfloat16)

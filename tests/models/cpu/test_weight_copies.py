@@ -112,27 +112,49 @@ def test_a_weight_that_is_written_to_while_it_is_copied_has_no_copy() -> None:
 
 
 def test_an_unchanged_weight_keeps_its_copy() -> None:
-    weight, kept = layer_of().weight, WeightCopies(measured_copy)
-    first = kept.current(weight)
+    layer, kept = layer_of(), WeightCopies(measured_copy)
+    first = kept.current(layer)
     made = first.made
-    assert kept.current(weight) is kept.prepared(weight) is first
-    assert WeightCopies(measured_copy).current(weight) is first, "another assistant's"
+    assert kept.current(layer) is kept.prepared(layer) is first
+    tied = nn.Linear(64, 64)
+    tied.weight = layer.weight
+    assert WeightCopies(measured_copy).current(tied) is first, "another assistant's, for another layer"
     assert first.made is made
+    assert kept.current(tied) is first
     assert kept.bytes == 64 * 64 * 2
-    other = nn.Parameter(torch.randn(64, 64))
-    kept.current(other)
+    kept.current(other := nn.Linear(64, 64))
     assert kept.bytes == 64 * 64 * (2 + 4), "oneDNN's is in float32"
+    del other
+    gc.collect()
+    assert kept.bytes == 64 * 64 * 2
 
 
-def test_a_copy_goes_with_its_weight_and_with_whom_it_was_made_for() -> None:
+def test_a_weight_with_a_copy_moves_where_pytorch_swaps_tensors() -> None:
+    """Weak references to a tensor would forbid it."""
+    layer, kept = layer_of(), WeightCopies(measured_copy)
+    weight = layer.weight
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with faster(layer, copies=kept):
+            layer.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert layer.weight is weight
+    x = torch.randn(3, 64).bfloat16()
+    with torch.no_grad(), faster(layer, copies=kept):
+        assert products_of(layer) == {"float16": 1}
+        torch.testing.assert_close(layer(x), x @ weight.T)
+
+
+def test_a_copy_goes_with_its_layer_and_with_whom_it_was_made_for() -> None:
     kept, layer = WeightCopies(measured_copy), layer_of()
-    copy = weakref.ref(kept.current(layer.weight))
+    copy = weakref.ref(kept.current(layer))
     del layer
     gc.collect()
     assert copy() is None
     assert kept.bytes == 0
     layer = layer_of()
-    copy = weakref.ref(kept.current(layer.weight))
+    copy = weakref.ref(kept.current(layer))
     kept.clear()
     assert copy() is None
 
@@ -203,7 +225,7 @@ class Machine:
         self.steps.append(0)
         self.now += 1.0
         if self.now >= self.text and self.background.texts:
-            self.background.end_text()
+            self.background.texts -= 1
 
     def make(self, weight: Tensor) -> str:
         self.steps.append(weight.numel())
@@ -223,67 +245,80 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def asked(machine: Machine, *sizes: int) -> tuple[WeightCopies, list[nn.Parameter]]:
-    kept, weights = WeightCopies(machine.make), [nn.Parameter(torch.ones(1, size)) for size in sizes]
+def asked(machine: Machine, *sizes: int) -> tuple[WeightCopies, list[nn.Linear]]:
+    kept, layers = WeightCopies(machine.make), [nn.Linear(size, 1) for size in sizes]
     machine.background._thread = threading.current_thread()  # which does the work here
-    for weight in weights:
-        kept.prepared(weight)
-    return kept, weights
+    for layer in layers:
+        kept.prepared(layer)
+    return kept, layers
 
 
 def test_between_texts_and_beside_a_spare_core_all_are_made_the_largest_first(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, weights = asked(machine, 8, 32, 16)
+    kept, layers = asked(machine, 8, 32, 16)
     machine.background._run(1)
     assert machine.steps == [32, 16, 8]
     monkeypatch.setattr(weight_copies, "usable_cores", lambda: 2)
-    kept, weights = asked(machine, 8, 32, 16)
-    machine.background.begin_text()
+    kept, layers = asked(machine, 8, 32, 16)
+    machine.background.texts += 1
     machine.background._run(1)
     assert machine.steps == [32, 16, 8] * 2
-    assert [kept.prepared(weight).made for weight in weights] == ["made"] * 3
+    assert [kept.prepared(layer).made for layer in layers] == ["made"] * 3
 
 
 def test_without_a_spare_core_texts_leave_their_share(machine: Machine) -> None:
     """A copy of a second in every 25 of texts; the rest as soon as no text is generated."""
     machine.text = 51.0
     kept = asked(machine, *[8] * 9)
-    machine.background.begin_text()
+    machine.background.texts += 1
     machine.background._run(1)
     share = [8, *[0] * 24, 8, *[0] * 24]
     assert machine.steps[: len(share)] == share
     assert [step for step in machine.steps[len(share) :] if step] == [8] * 7
     assert machine.steps[len(share) :].count(0) <= 2
-    assert machine.background.text_seconds >= 51.0
+    assert machine.now >= 51.0
     assert len(kept[1]) == 9
 
 
 def test_nothing_is_waited_for_where_nothing_is_left(machine: Machine) -> None:
-    """`wait()` makes what is left itself; the thread has spent more than its share, and ends."""
-    machine.background.begin_text()
-    machine.background.seconds = 1e6
+    """`wait()` makes what is left itself; the thread, which has spent its share, ends."""
+    machine.background.texts += 1
     machine.background._run(1)
     assert machine.steps == []
-    kept, weights = asked(machine, 8, 16)
+    kept, layers = asked(machine, 8, 16)
     machine.background._thread = None
     machine.background.wait()
     assert machine.steps == [16, 8]
-    assert all(kept.prepared(weight).made for weight in weights)
+    assert all(kept.prepared(layer).made for layer in layers)
 
 
 def test_what_nobody_needs_any_more_is_not_made(machine: Machine) -> None:
-    kept, weights = asked(machine, 8, 16)
-    del weights[1]
+    kept, layers = asked(machine, 8, 16)
+    del layers[1]
     gc.collect()
     machine.background._run(1)
     assert machine.steps == [8]
     asked(machine, 8)  # whose owner is gone
     gc.collect()
-    kept, weights = asked(machine, 24)
+    kept, layers = asked(machine, 24)
     kept.clear()
     machine.background._run(1)
     assert machine.steps == [8]
+
+
+def test_a_copy_that_its_first_owner_no_longer_needs_is_made_for_the_second(machine: Machine) -> None:
+    kept, layers = asked(machine, 8)
+    second = WeightCopies(machine.make)
+    copy = second.prepared(layers[0])
+    del kept
+    gc.collect()
+    machine.background._run(1)
+    assert copy.made is None
+    asked(machine)
+    assert second.prepared(layers[0]) is copy
+    machine.background._run(1)
+    assert copy.made == "made"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError()], ids=str)
@@ -294,9 +329,9 @@ def test_a_copy_that_cannot_be_made_is_left_out(error: Exception, machine: Machi
         return "made"
 
     monkeypatch.setattr(machine, "make", fails)
-    kept, weights = asked(machine, 8, 32, 16)
+    kept, layers = asked(machine, 8, 32, 16)
     machine.background._run(1)
-    assert [kept.prepared(weight).made for weight in weights] == ["made", "made", None]
+    assert [kept.prepared(layer).made for layer in layers] == ["made", "made", None]
     assert machine.background._asked == [], "it is not tried in every text"
 
 
@@ -308,7 +343,7 @@ def test_copies_take_a_quarter_of_the_free_memory_at_most(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(weight_copies, "free_memory", lambda: free - kept.bytes)
     background._thread = threading.current_thread()  # makes them one after the other
-    with (products := FasterProducts(target, copies=kept, target=target)):
+    with (products := FasterProducts(target, copies=kept)):
         background.wait()
         assert kept.bytes == sizes[3] + sizes[1]
         assert products_of(target) == {"float16": 2, "own": 2}
@@ -344,7 +379,7 @@ def test_free_memory_is_what_the_system_and_the_container_leave(
 
 def test_copies_that_are_asked_for_while_others_are_counted() -> None:
     """The thread counts them before it makes each."""
-    kept, weights = WeightCopies(lambda _: "made"), [nn.Parameter(torch.ones(1, 1)) for _ in range(400)]
+    kept, layers = WeightCopies(lambda _: "made"), [nn.Linear(2, 1) for _ in range(400)]
     interval = sys.getswitchinterval()
     end: list[bool] = []
     errors: list[Exception] = []
@@ -360,8 +395,8 @@ def test_copies_that_are_asked_for_while_others_are_counted() -> None:
     sys.setswitchinterval(1e-6)
     try:
         thread.start()
-        for weight in weights:
-            kept._shared(weight)
+        for layer in layers:
+            kept._shared(layer)
     finally:
         end.append(True)
         thread.join()
@@ -370,14 +405,14 @@ def test_copies_that_are_asked_for_while_others_are_counted() -> None:
 
 
 def test_after_a_fork_what_is_missing_is_asked_for_again(machine: Machine) -> None:
-    kept, weights = asked(machine, 8, 16)
+    kept, layers = asked(machine, 8, 16)
     machine.background._make(*machine.background._asked.pop())
     weight_copies._begin_child()
     assert (machine.background._asked, machine.background._thread) == ([], None)
     asked(machine)
-    assert [kept.prepared(weight).made for weight in weights] == [None, "made"]
+    assert [kept.prepared(layer).made for layer in layers] == [None, "made"]
     machine.background._run(1)
-    assert [kept.prepared(weight).made for weight in weights] == ["made", "made"]
+    assert [kept.prepared(layer).made for layer in layers] == ["made", "made"]
 
 
 PROGRAMS: dict[str, str] = {
@@ -389,16 +424,16 @@ PROGRAMS: dict[str, str] = {
         def make(weight):
             time.sleep(0.05)
             made.append(1)
-        kept, weights = WeightCopies(make), [nn.Parameter(torch.ones(1, 4)) for _ in range(400)]
-        for weight in weights:
-            kept.prepared(weight)
+        kept, layers = WeightCopies(make), [nn.Linear(4, 1) for _ in range(400)]
+        for layer in layers:
+            kept.prepared(layer)
     """,
     "ends in the middle of a weight": """
         from hf_specdecpp.models.cpu import products
         from hf_specdecpp.models.cpu.weight_copies import WeightCopies
         products.AT_ONCE = 4
-        kept, weight = WeightCopies(products.Float16Weight.of), nn.Parameter(torch.ones(1_000_000, 4))
-        kept.prepared(weight)
+        kept, layer = WeightCopies(products.Float16Weight.of), nn.Linear(4, 1_000_000)
+        kept.prepared(layer)
         time.sleep(0.05)
         print(0)
     """,
@@ -410,8 +445,8 @@ PROGRAMS: dict[str, str] = {
         def make(weight):
             nice.append(os.getpriority(os.PRIO_PROCESS, 0))
             return "made"
-        kept, weight = WeightCopies(make), nn.Parameter(torch.ones(1, 4))
-        copy = kept.prepared(weight)
+        kept, layer = WeightCopies(make), nn.Linear(4, 1)
+        copy = kept.prepared(layer)
         for thread in threading.enumerate()[1:]:
             thread.join()
         print(0 if (copy.made, nice) == ("made", [os.getpriority(os.PRIO_PROCESS, 0)]) else (copy.made, nice))
@@ -419,9 +454,9 @@ PROGRAMS: dict[str, str] = {
     "has low priority": """
         import os
         from hf_specdecpp.models.cpu.weight_copies import WeightCopies
-        nice, weight = [], nn.Parameter(torch.ones(1, 4))
+        nice, layer = [], nn.Linear(4, 1)
         kept = WeightCopies(lambda _: nice.append(os.getpriority(os.PRIO_PROCESS, 0)))
-        kept.prepared(weight)
+        kept.prepared(layer)
         for thread in threading.enumerate()[1:]:
             thread.join()
         print(nice[0] - os.getpriority(os.PRIO_PROCESS, 0) - 10)
@@ -434,12 +469,12 @@ PROGRAMS: dict[str, str] = {
             begun.set()
             go.wait()
             return "made"
-        kept, weights = WeightCopies(make), [nn.Parameter(torch.ones(1, 4)) for _ in range(3)]
-        copies = [kept.prepared(weight) for weight in weights]
+        kept, layers = WeightCopies(make), [nn.Linear(4, 1) for _ in range(3)]
+        copies = [kept.prepared(layer) for layer in layers]
         begun.wait()
         if (child := os.fork()) == 0:
             go.set()
-            again = [kept.prepared(weight) for weight in weights]
+            again = [kept.prepared(layer) for layer in layers]
             background.wait()
             os._exit(0 if all(copy.made == "made" for copy in again) else 1)
         found = os.waitpid(child, 0)[1]

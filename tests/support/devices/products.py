@@ -27,7 +27,7 @@ def use_copies(patch: pytest.MonkeyPatch, least: int = 1, most: int = 24, copied
 def faster(*modules: nn.Module, copies: WeightCopies | None = None) -> FasterProducts:
     """Products with copies of weights, which have been made."""
     copies = copies or WeightCopies(measured_copy)
-    products = FasterProducts(*modules, copies=copies, target=modules[0])
+    products = FasterProducts(modules[0], modules[1:], copies=copies)
     background.wait()
     return products
 
