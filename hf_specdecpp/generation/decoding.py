@@ -1,10 +1,10 @@
 """The decoding loop (`AssistedDecoding`) and its parts: `Drafts` proposes candidates, and `TargetSide` runs the
 target's forward passes and owns its cache.
 
-Differences from transformers' `_assisted_decoding`: the prompt has a separate forward pass, as in plain `generate()`,
-so a reused cache, chunked prefill and sliding windows behave as in plain `generate()`. Stopping criteria are called
-after each token, and a stop string ends the output at its last token. Scores, hidden states and attentions are those of
-the returned tokens. Candidates may form trees, and each row of a batch advances by its own number of tokens.
+Differences from transformers' `_assisted_decoding`: the prompt has a separate forward pass, so a reused cache, chunked
+prefill and sliding windows behave as in plain `generate()`. Stopping criteria are called after each token. Scores,
+hidden states and attentions are those of the returned tokens. Candidates may form trees, and each row of a batch
+advances by its own number of tokens.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class RoundTarget(ABC):
         """Called when sequences have ended: only those at the indices `places` of `texts` continue."""
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
-        """Called when graphs have failed. Returns the drafts and the target for this round and all later rounds of
-        `texts`; without graphs raises `failure`."""
+        """Called when graphs have failed. Returns the drafts and the target of this round and all later ones."""
         raise failure
 
     def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - does nothing without graphs
@@ -112,7 +111,6 @@ class TargetSide(RoundTarget):
 
     foreign: ForeignPasses | None = None  # hooks and patches in the target's passes, if any
     carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
-    timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
     def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -172,15 +170,9 @@ class TargetSide(RoundTarget):
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         """The output of `generate()`."""
 
-    def record_pass(self) -> None:
-        """Called after each round: records the seconds of its pass, if timed."""
-        if self.timed_pass is not None:
-            self.passes.record_pass(*self.timed_pass)
-            self.timed_pass = None
-
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
         """Called before rounds: times an additional pass over one token of each of `rows` sequences if due
-        (`PassTimes`). `inputs` makes the forward's arguments; the statistics of `first` count the pass and seconds."""
+        (`PassTimes`), with the arguments of `inputs()`. The statistics of `first` count it."""
         if self.passes.is_missing(rows, self.generator.products):
             begin = time.perf_counter()
             self.passes.make(rows, self.model, inputs())
@@ -260,7 +252,6 @@ class AssistedDecoding:
                     while self.active:
                         self.target.prepare(self.active)
                         self.round()
-                        self.side.record_pass()
             except GraphsFailedError as failure:
                 self.drafts, self.target = self.target.after_failure(failure, self.active)
 
@@ -318,11 +309,8 @@ _users: list[bool] = []  # the setting at entry of each thread inside `without_c
 
 @contextmanager
 def without_cudnn(device: torch.device) -> Iterator[None]:
-    """A context in which PyTorch does not choose cuDNN's attention kernels on CUDA.
-
-    cuDNN makes a plan for each cache length, which takes longer than a forward pass, and the length changes in every
-    pass. The setting is global to the process, and restored when the last thread leaves.
-    """
+    """A context in which PyTorch does not choose cuDNN's attention kernels on CUDA: for each new cache length they make
+    a plan, which takes longer than a pass. The setting is the process's, and restored when the last thread leaves."""
     if device.type != "cuda":
         yield
         return

@@ -104,7 +104,7 @@ class BatchTarget(TargetSide):
         work, clock = self.work_clock(), time.perf_counter()
         outputs = self.states.catch(self.model, **inputs, return_dict=True)
         if self.device.type == "cpu":
-            self.timed_pass = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
+            self.passes.record_pass(is_token.numel(), self.work_clock() - work, time.perf_counter() - clock)
         if (known := outputs.logits.shape[1]) < is_token.shape[1]:
             reason = f"{type(self.model).__name__} returns logits after {known} of {is_token.shape[1]} tokens"
             raise refusals.LateRefusalError(refusals.NO_BATCH.format(reason))
@@ -128,7 +128,7 @@ class BatchTarget(TargetSide):
     def commit(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
             kept = each.emitted.kept
-            if each.text.records.are_asked_for:
+            if each.text.records.kept:
                 each.text.records.add_states(each.outputs, kept, len(each.tree))
             if each.text.states is not None and not each.is_prompt:
                 each.text.states = each.text.states[:, :kept]
