@@ -243,8 +243,7 @@ class AssistantModel(PreTrainedModel):
             check_head(self.head.to(self.drafter.device), self.drafter, draft_name(self.config))
 
     def _check_published(self, target: CausalLM) -> None:
-        """Log how often a published draft's candidates equal the target's choices, measured with the target's tokenizer
-        if there is one."""
+        """Measure and log how often a published draft's candidates equal the target's choices."""
         if self.config.draft_id is None or not isinstance(self.kind, PublishedKind):
             return
         name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target))
@@ -283,7 +282,13 @@ class AssistantModel(PreTrainedModel):
         drafter = self.ready_drafter()
         drafter.renew()
         drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
-        lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
+        trains = not self.kind.untrainable
+        lacks = {
+            "training": trains and self.parts.adapter is None and self.parts.module is None,
+            "head": trains and self.head is None,
+            "draft": not drafter.places,
+            "throughput": self.speculation.rule != "throughput",
+        }
         return DraftSetup(
             drafter=drafter,
             head=self.head,
@@ -294,7 +299,7 @@ class AssistantModel(PreTrainedModel):
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
             is_independent=self.kind.rests_on == "draft",
-            trainable=frozenset(name for name, is_missing in lacks.items() if is_missing and not self.kind.untrainable),
+            remedies=frozenset(name for name, is_missing in lacks.items() if is_missing),
         )
 
     def start_generation(

@@ -216,8 +216,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return tokens[:, -known:], states[:, -known:]
 
     def look_up(self, length: int) -> LookingUp | None:
-        """Called before a captured round of a sequence of `length` tokens: look up after the tokens in `emitted`.
-        Returns the lookups, or `None` without lookups."""
+        """Look up after the tokens in `emitted`, before a captured round of a sequence of `length` tokens."""
         if self.lookup is not None:
             left = max(self._longest - length, 0)
             self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, left)), left)

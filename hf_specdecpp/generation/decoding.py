@@ -150,8 +150,7 @@ class TargetSide(RoundTarget):
         """Copy the keys and values of `texts`, in the given `rows` of `passes`, to the target's own cache."""
 
     def save_row(self, text: OutputText, keys_values: Callable[[], Any]) -> None:
-        """Called when a sequence has ended. A batch that returns its cache stores the sequence's keys and values, the
-        result of `keys_values()`."""
+        """Called when a sequence has ended: a batch that returns its cache stores `keys_values()` of the sequence."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 

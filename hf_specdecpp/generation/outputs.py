@@ -94,10 +94,7 @@ def _position(layer: Tensor, place: int) -> Tensor:
 
 
 def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
-    """The window in keys (`None`: no window) of each of `count` attention layers, given a cache's `layers`.
-
-    Other layers (convolutions) return no attentions, and are left out.
-    """
+    """The window in keys (`None`: no window) of each of `count` attention layers, given a cache's `layers`."""
     cached = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
     if len(cached) == count:  # in Dory, which runs layers in a loop, several for each layer of the config
         return [getattr(layer, "sliding_window", None) for layer in cached]

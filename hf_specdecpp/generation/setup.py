@@ -55,7 +55,9 @@ class DraftSetup:
     int8: WeightCopies  # of the draft's weights
     rates: Mapping[str, Sequence[float]]  # `SpecDecPPConfig.acceptance_by_rank`
     is_independent: bool  # whether the draft is a separate model
-    trainable: frozenset[str]  # untrained parts that could be trained: "training" (the draft), "head"
+    # Unused ways to be faster, for the verdict: "training" of the draft, a "head", with lookups a "draft" model, and
+    # with another rule "throughput".
+    remedies: frozenset[str]
     rows: int = 1  # number of sequences in the batch
 
     def check(self) -> None:
@@ -115,13 +117,6 @@ class DraftSetup:
             successors = self.memory.recall_corrections(target, num_logits(target), self.drafter.device)
             return MixedProcessing(processing, successors, greedy, temperature), successors
         return processing if temperature == 1.0 else processing.cooled(temperature), None
-
-    @property
-    def remedies(self) -> frozenset[str]:
-        """Unused ways to be faster, for `SpeculationStats.verdict`: `trainable`; "draft" for lookups without a draft
-        model; "throughput" with another rule."""
-        is_open = {"draft": not self.drafter.places, "throughput": self.speculation.rule != "throughput"}
-        return self.trainable | {name for name, value in is_open.items() if value}
 
     def static_shape(self, greedy: bool) -> Shape | None:
         """The shape of all trees; `None` for dynamic trees. `ValueError` for `tree="static"` without measured rates."""
