@@ -111,6 +111,7 @@ class TargetSide(RoundTarget):
 
     foreign: ForeignPasses | None = None  # hooks and patches in the target's passes, if any
     carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
+    timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
     def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -168,6 +169,12 @@ class TargetSide(RoundTarget):
     @abstractmethod
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         """The output of `generate()`."""
+
+    def record_pass(self) -> None:
+        """Called after each round: records the seconds of its pass, if timed."""
+        if self.timed_pass is not None:
+            self.passes.record_pass(*self.timed_pass)
+            self.timed_pass = None
 
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
         """Called before rounds: times an additional pass over one token of each of `rows` sequences if due
@@ -251,6 +258,7 @@ class AssistedDecoding:
                     while self.active:
                         self.target.prepare(self.active)
                         self.round()
+                        self.side.record_pass()
             except GraphsFailedError as failure:
                 self.drafts, self.target = self.target.after_failure(failure, self.active)
 
@@ -278,9 +286,9 @@ class AssistedDecoding:
 
     def _finish_round(self, rounds: list[Round]) -> None:
         """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`."""
-        if not rounds[0].is_verified:
-            self.verify(rounds)
-        for each in rounds:
+        for each in rounds:  # tokens after the end of a sequence are removed by `emit`
+            if not each.is_verified:
+                each.result = each.text.verify(each)
             each.emitted = each.text.emit(each.result)
         self.target.commit(rounds)
         if not rounds[0].is_prompt:
@@ -295,11 +303,6 @@ class AssistedDecoding:
             self.drafts.select(places)
             self.target.select(self.active, places)
             self.active = [self.active[place] for place in places]
-
-    def verify(self, rounds: list[Round]) -> None:
-        """Set the `result` of each round. Tokens after the end of a sequence are removed later, by `emit`."""
-        for each in rounds:
-            each.result = each.text.verify(each)
 
 
 _lock = Lock()

@@ -108,8 +108,8 @@ class OutputText:
         return self._ids
 
     def verify(self, each: Round) -> RoundResult:
-        """Choose the accepted candidates of a round and the next token, by the logits of its pass. If a processor cannot
-        process any sequence (`answers_all`), all are called for each emitted token in order (`Walk`)."""
+        """Choose the accepted candidates of a round and the next token, by the logits of its pass. If processors have
+        to be called for each emitted token in order, a `Walk` chooses."""
         logits = each.outputs.logits[0, -len(each.tree) - 1 :]
         if self.generator.corrections is not None:
             self.record_corrections(each.rows, logits)
@@ -376,7 +376,7 @@ class Round:
     text: OutputText
     tree: DraftTree  # the candidates; a chain is a tree with one branch, no candidates an empty tree
     is_prompt: bool = False  # whether this is the prompt's pass, which statistics and rules do not count as a round
-    is_verified: bool = False  # whether the GPU has verified the round, within the pass
+    is_verified: bool = False  # whether `result` is known before `_finish_round`: on a GPU, or of rows `InStep`
     # Of the target's pass: `logits` `[1, rows, vocab]` and requested outputs; of captured rounds the `RoundReport`.
     outputs: Any = None
     width: int = 0  # tokens of a row in the pass, with padding; 0 in captured rounds

@@ -318,7 +318,7 @@ class SingleTarget(TargetSide):
             each.outputs = forward(**inputs, return_dict=True)
         each.width = context.width
         if self.device.type == "cpu":
-            self.passes.record_pass(each.width, self.work_clock() - work, time.perf_counter() - clock)
+            self.timed_pass = each.width, self.work_clock() - work, time.perf_counter() - clock
         if (point := context.cached.rollback_point) is not None:
             self.stats.state_bytes = point.num_bytes
         if saved is not None and self.trial is not None and not saved.grew_by(each.width):

@@ -1,5 +1,5 @@
-"""Statistics of a generation (`SpeculationStats`), and the verdict: was speculation faster, and if not, why (`outcome`);
-may the draft be for another target (`suspicion`)?"""
+"""Statistics of a generation (`SpeculationStats`), and the verdict: was speculation faster, and if not, why
+(`outcome`); may the draft be for another target (`suspicion`)?"""
 
 from __future__ import annotations
 

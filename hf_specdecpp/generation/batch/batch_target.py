@@ -104,7 +104,7 @@ class BatchTarget(TargetSide):
         work, clock = self.work_clock(), time.perf_counter()
         outputs = self.states.catch(self.model, **inputs, return_dict=True)
         if self.device.type == "cpu":
-            self.passes.record_pass(is_token.numel(), self.work_clock() - work, time.perf_counter() - clock)
+            self.timed_pass = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
         if (known := outputs.logits.shape[1]) < is_token.shape[1]:
             reason = f"{type(self.model).__name__} returns logits after {known} of {is_token.shape[1]} tokens"
             raise refusals.LateRefusalError(refusals.NO_BATCH.format(reason))
@@ -294,7 +294,7 @@ class InStep(AssistedDecoding):
         super().__init__(*parts)
         self.processors = processors
 
-    def verify(self, rounds: list[Round]) -> None:
+    def _finish_round(self, rounds: list[Round]) -> None:
         walks = {}
         for each in rounds:
             logits = each.outputs.logits[0, -len(each.tree) - 1 :]
@@ -310,7 +310,8 @@ class InStep(AssistedDecoding):
                 break
             going = [walk for walk in going if walk.node is not None]
         for each in rounds:
-            each.result = walks[id(each.text)].result
+            each.result, each.is_verified = walks[id(each.text)].result, True
+        super()._finish_round(rounds)
 
     def _process(self, walks: dict[int, Walk], going: list[Walk]) -> list[Tensor]:
         """The processed scores `[vocab]` of the rows `going`. As in plain generation, processors get all rows: ended

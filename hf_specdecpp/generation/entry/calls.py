@@ -31,6 +31,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import cache_among, num_processes
 from hf_specdecpp.sampling.processors import Processing, for_row, in_order
 
+
 class Assistant(Protocol):
     """The attributes of an assistant that a call uses (`SpecDecPPAssistant`)."""
 
