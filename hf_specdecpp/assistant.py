@@ -129,12 +129,7 @@ class SpecDecPPAssistant(AssistantModel):
         parts = replace(parts, merge=options.get("merge", True))
         kind, how = kind_of(config), Loading(draft, target, dtype, device, repository.hub_kwargs)
         drafter = None if kind.rests_on == "target" else kind.make(config, parts, how)
-        assistant = cls(config, drafter, head, parts, speculation)
-        if device is None and (placed := drafter or target) is not None:
-            device = placed.device
-        if device is not None:
-            assistant.to(device)
-        return assistant._begun(target, default)
+        return cls(config, drafter, head, parts, speculation)._begun(target, default)
 
     @classmethod
     def from_draft(
@@ -214,17 +209,9 @@ class SpecDecPPAssistant(AssistantModel):
         cls, config: SpecDecPPConfig, drafter: Draft | None, parts: Parts, target: CausalLM | None, options: Options
     ) -> Self:
         """Make an assistant from its parts, and attach it to `target`, if given. Without `drafter` the kind of draft
-        makes one from the target.
-
-        Raises:
-            ValueError: the parts do not fit one another, or the target.
-            TypeError: an option is unknown.
-        """
+        makes one from the target. `ValueError` if the parts do not fit, `TypeError` for an unknown option."""
         check_options(options, Options, "target")
-        head = options.get("head")
-        assistant = cls(config, drafter, head, parts, options.get("speculation"))
-        if head is not None and drafter is not None:
-            head.to(drafter.device)
+        assistant = cls(config, drafter, options.get("head"), parts, options.get("speculation"))
         return assistant._begun(target, options.get("default", False))
 
     def _begun(self, target: CausalLM | None, default: bool) -> Self:

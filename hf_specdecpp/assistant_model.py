@@ -27,8 +27,9 @@ from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.warm_up import warm_up
 from hf_specdecpp.generation.entry import attached
+from hf_specdecpp.generation.latest_calls import LatestCalls
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
+from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.products import int8_copy, measured_copy
@@ -80,14 +81,14 @@ class AssistantModel(PreTrainedModel):
         self.parts = parts or Parts()
         self.head = head or self.published_head
         self.drafter: Any = drafter
-        self.suspect: str | None = None  # this and `agreement`: see `Counters`
+        self.suspect: str | None = None  # this and `agreement`: see `SpeculationStats`
         self.agreement: list[float] = []
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.decisions, self.calls = Decisions(), LatestCalls()
         self.memory = Memory(config.calibration)
         self.copies, self.int8 = WeightCopies(measured_copy), WeightCopies(int8_copy)
         if head is not None and isinstance(drafter, Drafter):
-            check_head(head, drafter, draft_name(config))
+            check_head(head.to(drafter.device), drafter, draft_name(config))
         self._attaching, self._met_in_calls = RLock(), WeakSet[Any]()
         attached.answer_calls(self)
 
@@ -131,37 +132,28 @@ class AssistantModel(PreTrainedModel):
             TypeError: the target is no model.
             ValueError: the target does not support speculation, or has other tokens than the draft.
         """
+        target = causal_lm.base_model(target)
         with self._attaching:
-            self._attach(causal_lm.base_model(target), default)
+            check_hash(target, self.config.vocab_hash, self.config.target_id)
+            warn_of_drift(target, self.config.target_id, self.config.target_revision)
+            if self.kind.rests_on == "target":
+                self._draft_with(target)
+            elif (model := self.ready_drafter().model) is not None:
+                size = model.config.get_text_config().vocab_size
+                check_same_tokenizer(target, model, size, ids_are_listed=self.parts.draft_vocab is not None)
+                warn_of_sizes(target, model)
+            attached.attach(self, target)
+            attached.set_default(self, target, default)
+            self._met_in_calls.discard(target)
+            self.config.note_target(target)
+            self.setup().products(target)  # starts making copies of weights
 
     def answer(self, target: CausalLM) -> None:
-        """Called by a `generate()` that names this assistant: attach it to the target, unless attached. Raises the
-        errors of `attach`."""
+        """Called by a `generate()` that names this assistant: attach it, unless attached. Errors as in `attach`."""
         with self._attaching:
             if not attached.is_attached(self, target):
-                self._attach(target, default=False)
+                self.attach(target)
                 self._met_in_calls.add(target)
-
-    def _attach(self, target: CausalLM, default: bool) -> None:
-        check_hash(target, self.config.vocab_hash, self.config.target_id)
-        warn_of_drift(target, self.config.target_id, self.config.target_revision)
-        if self.kind.rests_on == "target":
-            try:
-                self._draft_with(target)
-            except ValueError as error:
-                made_for, name = self.config.target_id, target.config.name_or_path
-                if made_for in (None, name):
-                    raise
-                raise ValueError(f"{error} This assistant was made for {made_for!r}, the target is {name!r}.") from None
-        elif (model := self.ready_drafter().model) is not None:
-            size = model.config.get_text_config().vocab_size
-            check_same_tokenizer(target, model, size, ids_are_listed=self.parts.draft_vocab is not None)
-            warn_of_sizes(target, model)
-        attached.attach(self, target)
-        attached.set_default(self, target, default)
-        self._met_in_calls.discard(target)
-        self.config.note_target(target)
-        self.setup().products(target)  # starts making copies of weights
 
     def detach(self, target: CausalLM | None = None) -> None:
         """Undo `attach` for `target`, by default for all targets: class, attributes and logits are as before."""
@@ -174,26 +166,21 @@ class AssistantModel(PreTrainedModel):
 
     def paused(self) -> AbstractContextManager[None]:
         """A context in which calls of all threads that name no assistant do not use this one, even if it is a default.
-
-        Transformers ignores `assistant_model=None`, so a single call cannot disable the default by an argument.
-        """
+        (Transformers ignores `assistant_model=None`, so a single call cannot disable the default by an argument.)"""
         return attached.paused(self)
 
     def as_default(self, target: CausalLM) -> AbstractContextManager[None]:
-        """A context in which calls of `target` that name no assistant use this one, in this thread or asyncio task.
-
-        This assistant must be attached to `target`, whose default is unchanged elsewhere and afterwards.
-        """
+        """A context in which calls of `target` that name no assistant use this one, in this thread or asyncio task. It
+        must be attached to `target`, whose default is unchanged elsewhere and afterwards."""
         return attached.as_default(self, causal_lm.base_model(target))
 
     def warm_up(self, max_length: int | None = None, target: CausalLM | None = None, **options: Any) -> float:
         """Capture all CUDA graphs for single sequences of up to `max_length` tokens, so that later calls need not wait;
         on a CPU wait until all copies of weights are made (`SpeculationConfig.cpu_products`).
 
-        On a GPU this runs a generation with rounds of each length and shape that `speculation` allows, or target passes
-        of each width, in a cache of each size. With `rule="throughput"` unknown costs are measured. Statistics,
-        estimates, known costs and torch's generators are unchanged. Afterwards `generate()` with these options and
-        settings captures nothing for sequences of up to that length.
+        On a GPU this runs rounds of each length and shape that `speculation` allows, or target passes of each width, in
+        a cache of each size. Unknown costs are measured; statistics, estimates, known costs and torch's generators are
+        unchanged. Afterwards `generate()` with these options captures nothing for sequences of up to that length.
 
         Args:
             max_length (tokens): largest length of prompt and answer together. By default 2,048, or the target's number
@@ -230,6 +217,7 @@ class AssistantModel(PreTrainedModel):
         return f"{type(self).__name__}({draft}{head}, rule={self.speculation.rule!r}{tree}, {where})"
 
     def _draft_with(self, target: CausalLM) -> None:
+        """Make the draft of the target's layers, unless attached to this target."""
         if attached.is_attached(self, target):
             return
         if attached.targets_of(self):
@@ -237,7 +225,13 @@ class AssistantModel(PreTrainedModel):
                 "This assistant drafts with the layers of the target that it is attached to. Call detach() first, or "
                 "make a new one for this target."
             )
-        self._make_draft(target)
+        try:
+            self._make_draft(target)
+        except ValueError as error:
+            made_for, name = self.config.target_id, target.config.name_or_path
+            if made_for in (None, name):
+                raise
+            raise ValueError(f"{error} This assistant was made for {made_for!r}, the target is {name!r}.") from None
         self._check_published(target)
 
     def _make_draft(self, target: CausalLM) -> None:
@@ -246,12 +240,10 @@ class AssistantModel(PreTrainedModel):
         self._made_for = target.dtype, causal_lm.input_device(target)
         TargetStates(target, self.drafter.reads)  # raises if the target has no such layers
         if self.head is not None:
-            self.head.to(self.drafter.device)
-            check_head(self.head, self.drafter, draft_name(self.config))
+            check_head(self.head.to(self.drafter.device), self.drafter, draft_name(self.config))
 
     def _check_published(self, target: CausalLM) -> None:
-        """Log how often a published draft's candidates equal the target's choices, measured with the target's tokenizer
-        if there is one."""
+        """Measure and log how often a published draft's candidates equal the target's choices."""
         if self.config.draft_id is None or not isinstance(self.kind, PublishedKind):
             return
         name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target))
@@ -290,7 +282,13 @@ class AssistantModel(PreTrainedModel):
         drafter = self.ready_drafter()
         drafter.renew()
         drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
-        lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
+        trains = not self.kind.untrainable
+        lacks = {
+            "training": trains and self.parts.adapter is None and self.parts.module is None,
+            "head": trains and self.head is None,
+            "draft": not drafter.places,
+            "throughput": self.speculation.rule != "throughput",
+        }
         return DraftSetup(
             drafter=drafter,
             head=self.head,
@@ -301,7 +299,7 @@ class AssistantModel(PreTrainedModel):
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
             is_independent=self.kind.rests_on == "draft",
-            trainable=frozenset(name for name, is_missing in lacks.items() if is_missing and not self.kind.untrainable),
+            remedies=frozenset(name for name, is_missing in lacks.items() if is_missing),
         )
 
     def start_generation(
@@ -327,14 +325,16 @@ class AssistantModel(PreTrainedModel):
             generator.products = first.products
         return generator
 
-    # Called by transformers, as methods of a model -------------------------------------------------------------------
+    # Methods of a model ----------------------------------------------------------------------------------------------
 
-    def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """Always raises `ValueError`: an assistant generates only with its target."""
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Always raises `ValueError`, as does `generate`: an assistant generates only with its target."""
         raise ValueError(
             "An assistant does not answer by itself. Pass it to its target: "
             "model.generate(**inputs, assistant_model=assistant)."
         )
+
+    generate = forward
 
     @property
     def device(self) -> torch.device:
@@ -346,14 +346,8 @@ class AssistantModel(PreTrainedModel):
     def dtype(self) -> torch.dtype:
         return self.drafter.dtype if self.drafter is not None else torch.float32
 
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        """The draft model's forward, for measurements."""
-        if (model := self.ready_drafter().model) is None:  # lookups
-            self.generate()  # raises an error that says what to call
-        return model(input_ids, **kwargs)
-
-    # A copy would not be attached to any target: harnesses that copy the arguments of `generate()` need this object. A
-    # pickle would be loaded in a process without the targets.
+    # A copy or a pickle would not be attached to any target: harnesses that copy the arguments of `generate()` need
+    # this object.
     def __deepcopy__(self, _: Any) -> Self:
         return self
 

@@ -164,11 +164,9 @@ def refuse_pointer(path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU. `ValueError` if the file is damaged, or contains NaN or infinity.
-
-    The tensors are copies: Windows cannot replace or remove a file while tensors are mapped from it.
-    """
+    """All tensors of a safetensors file, on the CPU. `ValueError` if it is damaged, or contains NaN or infinity."""
     with _opened(path) as file:
+        # Copies: Windows cannot replace or remove a file while tensors are mapped from it.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
     check_finite(tensors, path)
     return tensors

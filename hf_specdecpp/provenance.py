@@ -43,8 +43,7 @@ def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | Non
 
 
 def public_name(name: str) -> str:
-    """A name without folders of this machine: `"org/target"` is unchanged, `"/home/me/models/target"` becomes
-    `"target"`."""
+    """A name without folders of this machine: `"/home/me/models/target"` becomes `"target"`."""
     is_path = os.path.isabs(name) or os.path.exists(name)  # noqa: PTH110, PTH117 - Path.exists fails at very long names
     return Path(name).resolve().name if is_path else name
 

@@ -1,8 +1,7 @@
 """Registers `model_type="specdecpp"` with transformers' Auto classes, also for `pipeline(assistant_model="org/repo")`.
 
-transformers loads the config first, so that only `AutoConfig` is registered when this package is imported, or as soon
-as `AutoConfig` is imported. Other Auto classes, which import torch and the models, are registered when `AutoConfig`
-reads the config of an assistant.
+When this package is imported, only `AutoConfig` is told of it, or as soon as it is imported. The other Auto classes,
+which import torch and the models, are told when `AutoConfig` reads the config of an assistant.
 """
 
 from __future__ import annotations

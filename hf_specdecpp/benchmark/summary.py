@@ -186,7 +186,7 @@ def _some(names: Sequence[str]) -> str:
 def _instead(assistant: SpecDecPPAssistant, looked_up: bool) -> str:
     """Advice if no contestant of this package is faster than plain generation."""
     setup = assistant.setup()
-    if "training" in setup.trainable:
+    if "training" in setup.remedies:
         return (
             f"specdecpp train --target {assistant.config.target_id} --data FILE --output DIR, a draft for this target"
         )

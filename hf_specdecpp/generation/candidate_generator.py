@@ -47,7 +47,7 @@ NO_STATES = "This generator's draft reads hidden states of the target, which tra
 class SpecDecPPCandidateGenerator(CandidateGenerator):
     """Drafts the candidates of one sequence and learns which are accepted, in the loop of `decoding.py` or in that of
     transformers; `ValueError` if settings are invalid or require trees that a model cannot read, or if the draft does
-    not support batches or trees that the call needs (`Draft.cannot`).
+    not support batches or trees that the call needs.
 
     Args:
         setup: the draft, head and settings.
@@ -121,10 +121,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     @cached_property
     def products(self) -> FasterProducts:
         """The result of `DraftSetup.products`. Made at first use, which is slow: every weight with a copy is read."""
-        begin, own = time.perf_counter(), set(modules_of(self._target))
+        begin = time.perf_counter()
         products = self.setup.products(self._target)
-        self.stats.has_products = any(layer in own for layer in products.layers)
-        self.stats.decided["products"] = self._described(products)
         self.stats.preparing_seconds += time.perf_counter() - begin
         return products
 
@@ -217,8 +215,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return tokens[:, -known:], states[:, -known:]
 
     def look_up(self, length: int) -> LookingUp | None:
-        """Called before a captured round of a sequence of `length` tokens: look up after the tokens in `emitted`.
-        Returns the lookups, or `None` without lookups."""
+        """Look up after the tokens in `emitted`, before a captured round of a sequence of `length` tokens."""
         if self.lookup is not None:
             left = max(self._longest - length, 0)
             self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, left)), left)
@@ -238,17 +235,16 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.lookup = looking_up(self.setup, self._target, self._generation_config, self.plan)
         self._shown, self.observers = 0, self._observers()
 
-    def _described(self, products: FasterProducts) -> str:
-        """Describe the current matrix multiplications of target and draft."""
-        return f"{products.described}{', draft in int8' if self.setup.drafts_in_int8 else ''}"
-
     def stop_drafting(self) -> None:
         """Stop drafting for the rest of this sequence, because the draft's cache is lost."""
         self.is_paused, self.plan, self.times, self.observers = True, None, None, [self.stats]
 
     def finish(self) -> None:
-        """Called at the end of a generation: update the costs of rounds. Errors are logged, not raised."""
-        self.stats.decided["products"] = self._described(self.products)
+        """Called at the end of a generation: describe its matrix multiplications, and update the costs of rounds, whose
+        errors are logged, not raised."""
+        own, in_int8 = set(modules_of(self._target)), ", draft in int8" if self.setup.drafts_in_int8 else ""
+        self.stats.has_products = any(layer in own for layer in self.products.layers)
+        self.stats.decided["products"] = self.products.described + in_int8
         if self.plan is not None and self.times is not None:
             try:
                 self.plan.end_text(self.times)
@@ -277,19 +273,16 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
 
 class TreeDrafting:
-    """Drafts the token trees of one sequence, with the methods of `ChainDrafting`; `ValueError` if the estimator cannot
-    value slots, or a static tree has neither shape nor rates.
+    """Drafts the token trees of one sequence, with the interface of `ChainDrafting`; `ValueError` if the estimator
+    cannot value slots, or a static tree has neither shape nor rates.
 
     Args:
-        setup: its settings choose the algorithm; its estimator values slots, except in static trees.
-        session, processing, randomness, eos_token_ids: as in `SpecDecPPCandidateGenerator`.
         decided: `SpeculationStats.decided`; gets the reason if trees are given up (`refuse`).
 
     Attributes:
         most, limit: the largest number of nodes of any tree, and of the next one if `throughput` is set.
         throughput: decides how far trees grow, and learns from rounds (`rule="throughput"`). `None`: a fixed budget.
         rates: calibrates the estimates of trees with a fixed budget; `None` uses raw estimates.
-        rule: always `None`, because stopping rules are for chains.
     """
 
     for_trees, rule = True, None
@@ -298,16 +291,14 @@ class TreeDrafting:
         self, setup: DraftSetup, session: DraftingSession, processing: Processing, randomness: Randomness | None,
         eos_token_ids: frozenset[int], decided: dict[str, str],
     ) -> None:  # fmt: skip
-        self.decided = decided
-        self.setup, self.config, self.session = setup, setup.speculation, session
+        self.setup, self.config, self.session, self.decided = setup, setup.speculation, session, decided
         self.shape = setup.static_shape(greedy=randomness is None)
         estimator = setup.estimator if self.shape is None else DraftProbability()  # for statistics only
         check_estimator(estimator)
         self.most = self.limit = self.config.most_drafted if self.shape is None else size(self.shape)
         buffer = SoftmaxBuffer(self.most)
         self.slots = Slots(estimator, randomness, eos_token_ids, buffer=buffer, embed=session.embed)
-        self.processing = processing
-        self.pace = growth.ThresholdSchedule()
+        self.processing, self.pace = processing, growth.ThresholdSchedule()
         self.makes_chains = self.config.tree == "auto"
         self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None

@@ -1,10 +1,10 @@
 """The decoding loop (`AssistedDecoding`) and its parts: `Drafts` proposes candidates, and `TargetSide` runs the
 target's forward passes and owns its cache.
 
-Differences from transformers' `_assisted_decoding`: the prompt has a separate forward pass, as in plain `generate()`,
-so a reused cache, chunked prefill and sliding windows behave as in plain `generate()`. Stopping criteria are called
-after each token, and a stop string ends the output at its last token. Scores, hidden states and attentions are those of
-the returned tokens. Candidates may form trees, and each row of a batch advances by its own number of tokens.
+Differences from transformers' `_assisted_decoding`: the prompt has a separate forward pass, so a reused cache, chunked
+prefill and sliding windows behave as in plain `generate()`. Stopping criteria are called after each token. Scores,
+hidden states and attentions are those of the returned tokens. Candidates may form trees, and each row of a batch
+advances by its own number of tokens.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class RoundTarget(ABC):
         """Called when sequences have ended: only those at the indices `places` of `texts` continue."""
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
-        """Called when graphs have failed. Returns the drafts and the target for this round and all later rounds of
-        `texts`; without graphs raises `failure`."""
+        """Called when graphs have failed. Returns the drafts and the target of this round and all later ones."""
         raise failure
 
     def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - does nothing without graphs
@@ -152,8 +151,7 @@ class TargetSide(RoundTarget):
         """Copy the keys and values of `texts`, in the given `rows` of `passes`, to the target's own cache."""
 
     def save_row(self, text: OutputText, keys_values: Callable[[], Any]) -> None:
-        """Called when a sequence has ended. A batch that returns its cache stores the sequence's keys and values, the
-        result of `keys_values()`."""
+        """Called when a sequence has ended: a batch that returns its cache stores `keys_values()` of the sequence."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 
@@ -180,7 +178,7 @@ class TargetSide(RoundTarget):
 
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
         """Called before rounds: times an additional pass over one token of each of `rows` sequences if due
-        (`PassTimes`). `inputs` makes the forward's arguments; the statistics of `first` count the pass and seconds."""
+        (`PassTimes`), with the arguments of `inputs()`. The statistics of `first` count it."""
         if self.passes.is_missing(rows, self.generator.products):
             begin = time.perf_counter()
             self.passes.make(rows, self.model, inputs())
@@ -288,9 +286,9 @@ class AssistedDecoding:
 
     def _finish_round(self, rounds: list[Round]) -> None:
         """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`."""
-        if not rounds[0].is_verified:
-            self.verify(rounds)
-        for each in rounds:
+        for each in rounds:  # tokens after the end of a sequence are removed by `emit`
+            if not each.is_verified:
+                each.result = each.text.verify(each)
             each.emitted = each.text.emit(each.result)
         self.target.commit(rounds)
         if not rounds[0].is_prompt:
@@ -306,11 +304,6 @@ class AssistedDecoding:
             self.target.select(self.active, places)
             self.active = [self.active[place] for place in places]
 
-    def verify(self, rounds: list[Round]) -> None:
-        """Set the `result` of each round. Tokens after the end of a sequence are removed later, by `emit`."""
-        for each in rounds:
-            each.result = each.text.verify(each)
-
 
 _lock = Lock()
 _users: list[bool] = []  # the setting at entry of each thread inside `without_cudnn`
@@ -318,11 +311,8 @@ _users: list[bool] = []  # the setting at entry of each thread inside `without_c
 
 @contextmanager
 def without_cudnn(device: torch.device) -> Iterator[None]:
-    """A context in which PyTorch does not choose cuDNN's attention kernels on CUDA.
-
-    cuDNN makes a plan for each cache length, which takes longer than a forward pass, and the length changes in every
-    pass. The setting is global to the process, and restored when the last thread leaves.
-    """
+    """A context in which PyTorch does not choose cuDNN's attention kernels on CUDA: for each new cache length they make
+    a plan, which takes longer than a pass. The setting is the process's, and restored when the last thread leaves."""
     if device.type != "cuda":
         yield
         return

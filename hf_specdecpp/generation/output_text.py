@@ -1,8 +1,5 @@
-"""One sequence of a `generate()` call (`OutputText`): which candidates are accepted, and where the sequence ends.
-
-The tests of candidates are pure functions in `trees.verification`. This file chooses among them, and decides when the
-logits processors are called.
-"""
+"""One sequence of a `generate()` call (`OutputText`): which candidates are accepted, by the functions of
+`trees.verification`, and where the sequence ends."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ class OutputText:
         self.eos = {i for c in criteria if class_of(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(class_of(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
         self.processing, self.randomness = generator.processing, generator.randomness
-        self.verification, self.keeps_raw = generator.setup.decisions.verification, self.records.logits is not None
+        self.verification, self.keeps_raw = generator.setup.decisions.verification, "logits" in self.records.kept
 
     def begin(self, ids: Tensor) -> None:
         """Start with the prompt `ids` `[1, length]`."""
@@ -111,12 +108,8 @@ class OutputText:
         return self._ids
 
     def verify(self, each: Round) -> RoundResult:
-        """Choose the accepted candidates of a round and the next token, by the logits of its pass.
-
-        If all processors can process any sequence (`answers_all`), they are called for all nodes of chains, and for all
-        nodes of trees on a GPU, which is then read once; for trees on a CPU only for nodes at which p is needed. If any
-        cannot, all are called for each emitted token in order (`Walk`).
-        """
+        """Choose the accepted candidates of a round and the next token, by the logits of its pass. If processors have
+        to be called for each emitted token in order, a `Walk` chooses."""
         logits = each.outputs.logits[0, -len(each.tree) - 1 :]
         if self.generator.corrections is not None:
             self.record_corrections(each.rows, logits)
@@ -171,7 +164,7 @@ class OutputText:
         `length` tokens, which are in `ids` `[1, length]` unless `all_simple`. Records the scores of the kept ones.
 
         If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`. If one writes another last
-        token to `ids`, which the target reads next, no later token is kept (`is_rewritten`).
+        token to `ids`, no later token is kept (`is_rewritten`).
         """
         self.is_rewritten = False
         before = length - len(emitted)
@@ -180,13 +173,13 @@ class OutputText:
             ends = [place for place, token in enumerate(emitted, 1) if token in self.eos or place >= room]
             kept, finished = ends[0], True
         if ids is None:
-            if self.records.are_asked_for:
+            if self.records.kept:
                 self.records.add_scores(scores, raw, kept)
             return kept, finished
         for i in range(kept):
             self.records.add_scores(scores[i:], raw[i:], 1)
             # As in plain generation, which reads one bit of the integers that a criterion may return.
-            if not bool((~self.criteria(ids[:, : before + i + 1], self.records.scores) & 1).any()):
+            if not bool((~self.criteria(ids[:, : before + i + 1], self.records.kept.get("scores")) & 1).any()):
                 self.end_length = min(self.end_length, before + i + 1)
                 if not self.goes_on:
                     return i + 1, True
@@ -297,8 +290,7 @@ class OutputText:
 
     def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
         """Process the rows of nodes that may be accepted: greedy choices, or candidates that the processors allow.
-        Waits for the device once per level. Processors are not called after candidates that they forbid or that end
-        the sequence; those rows are not needed."""
+        Waits for the device once per level."""
         tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
         while level:
             here = [rows[node] for node in level]
@@ -325,8 +317,7 @@ class Walk:
 
     Attributes:
         ids: `[1, length]`, the sequence with the chosen tokens.
-        node: the node after which the next token is chosen; `None` at the end of the round: the last token is no
-            candidate, or ends the sequence.
+        node: the node after which the next token is chosen; `None` at the end of the round.
         ended: whether the sequence has ended.
     """
 
@@ -382,7 +373,7 @@ class Round:
     text: OutputText
     tree: DraftTree  # the candidates; a chain is a tree with one branch, no candidates an empty tree
     is_prompt: bool = False  # whether this is the prompt's pass, which statistics and rules do not count as a round
-    is_verified: bool = False  # whether the GPU has verified the round, within the pass
+    is_verified: bool = False  # whether `result` is known before `_finish_round`: on a GPU, or of rows `InStep`
     # Of the target's pass: `logits` `[1, rows, vocab]` and requested outputs; of captured rounds the `RoundReport`.
     outputs: Any = None
     width: int = 0  # tokens of a row in the pass, with padding; 0 in captured rounds

@@ -18,51 +18,35 @@ KINDS = ("scores", "logits", "hidden_states", "attentions")
 
 
 class TokenRecords:
-    """Collects scores, logits, hidden states and attentions; outputs that were not requested are `None`."""
+    """Collects the requested ones of scores, logits, hidden states and attentions: `kept`, a tuple for each name."""
 
     def __init__(self, config: GenerationConfig, text_config: Any) -> None:
-        def wanted(flag: bool | None) -> tuple[Any, ...] | None:
-            return () if config.return_dict_in_generate and flag else None
-
-        self.scores: Any = wanted(config.output_scores)
-        self.logits: Any = wanted(config.output_logits)
-        self.hidden_states: Any = wanted(config.output_hidden_states)
-        self.attentions: Any = wanted(config.output_attentions)
+        asked = [name for name in KINDS if config.return_dict_in_generate and getattr(config, f"output_{name}")]
+        self.kept: dict[str, tuple[Any, ...]] = dict.fromkeys(asked, ())
         self._text_config = text_config
-        self.are_asked_for = any(getattr(self, name) is not None for name in KINDS)
 
     @classmethod
     def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
         """Combine the records of several sequences: `[batch, ...]` per token, zeros for rows that have ended."""
         together = copy.copy(rows[0])
-        for name in KINDS:
-            setattr(together, name, _by_step([getattr(row, name) for row in rows]))
+        together.kept = {name: _by_step([row.kept[name] for row in rows]) for name in together.kept}
         return together
 
     def output(self, sequences: Tensor, cache: Any = None) -> GenerateDecoderOnlyOutput:
         """The output of `generate()`; `sequences` `[batch, length]`."""
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,  # type: ignore[arg-type]  # annotated as the legacy LongTensor
-            scores=self.scores,
-            logits=self.logits,
-            attentions=self.attentions,
-            hidden_states=self.hidden_states,
-            **{CACHE: cache},
-        )
+        output: Any = {"sequences": sequences, **self.kept, CACHE: cache}
+        return GenerateDecoderOnlyOutput(**output)
 
     def cut(self, count: int) -> None:
         """Keep only the entries of the first `count` tokens."""
-        for name in KINDS:
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name)[:count])
+        self.kept = {name: each[:count] for name, each in self.kept.items()}
 
     def add_scores(self, scores: Tensor, logits: Tensor, count: int) -> None:
         """Append the first `count` rows of processed scores and raw logits, both `[n, vocab]`. Copies, because views
         would keep the other rows in memory."""
-        if self.scores is not None:
-            self.scores += tuple(row.clone() for row in scores[:count].split(1))
-        if self.logits is not None:
-            self.logits += tuple(row.clone() for row in logits[:count].split(1))
+        for name, rows in (("scores", scores), ("logits", logits)):
+            if name in self.kept:
+                self.kept[name] += tuple(row.clone() for row in rows[:count].split(1))
 
     def add_states(
         self, outputs: Any, count: int, num_candidates: int, path: list[int] | None = None, again: int = 0
@@ -74,36 +58,24 @@ class TokenRecords:
         tree these are the positions `path`, counted from the last token.
         """
         path = list(range(count)) if path is None else path[:count]
-        if self.hidden_states is not None:
-            if not self.hidden_states:
-                self.hidden_states += (tuple(outputs.hidden_states),)
-            else:
-                rows = [(again + i, again + i + 1) for i in path]
-                self.hidden_states += tuple(
-                    tuple(_rows(layer, *row).clone() for layer in outputs.hidden_states) for row in rows
-                )
-        if self.attentions is not None:
-            attentions = tuple(layer[:, :, again:] for layer in outputs.attentions)
-            if not self.attentions:
-                self.attentions += (attentions,)
-                return
-            if not attentions:  # sdpa returns no attentions
-                self.attentions += ((),) * count
-                return
-            windows = _windows(cache_among(outputs).layers, self._text_config, len(attentions))
-            for i in range(count):
-                self.attentions += (
-                    tuple(
-                        _attention_row(layer, path[: i + 1], num_candidates, window)
-                        for layer, window in zip(attentions, windows, strict=True)
-                    ),
-                )
+        if "hidden_states" in self.kept:
+            layers = tuple(outputs.hidden_states)
+            entries = [tuple(_position(layer, again + place) for layer in layers) for place in path]
+            self._append("hidden_states", layers, entries)
+        if "attentions" in self.kept:
+            layers = tuple(layer[:, :, again:] for layer in outputs.attentions)  # none with sdpa
+            windows = _windows(cache_among(outputs).layers, self._text_config, len(layers)) if layers else []
+            pairs = list(zip(layers, windows, strict=True))
+            paths = [path[: i + 1] for i in range(count)]
+            entries = [tuple(_attention_row(*pair, nodes, num_candidates) for pair in pairs) for nodes in paths]
+            self._append("attentions", layers, entries)
+
+    def _append(self, name: str, of_prompt: tuple[Tensor, ...], entries: list[tuple[Tensor, ...]]) -> None:
+        self.kept[name] += tuple(entries) if self.kept[name] else (of_prompt,)
 
 
 def _by_step(records: list[Any]) -> Any:
     """Combine rows: for each token a tensor `[batch, ...]`, or a tuple of such tensors by layer."""
-    if records[0] is None:
-        return None
     longest = max(records, key=len)
     return tuple(_together([each[step : step + 1] for each in records], like) for step, like in enumerate(longest))
 
@@ -115,16 +87,14 @@ def _together(rows: list[Any], like: Any) -> Any:
     return torch.cat([row[0] if row else torch.zeros_like(like) for row in rows])
 
 
-def _rows(layer: Tensor, begin: int, end: int) -> Tensor:
-    """Positions `begin` to `end` of a layer's states `[1, length, ...]`, in Gemma 3n `[streams, 1, length, size]`."""
-    return layer[:, begin:end] if layer.shape[0] == 1 else layer[..., begin:end, :]
+def _position(layer: Tensor, place: int) -> Tensor:
+    """One position of a layer's states `[1, length, ...]`, in Gemma 3n `[streams, 1, length, size]`."""
+    row = layer[:, place : place + 1] if layer.shape[0] == 1 else layer[..., place : place + 1, :]
+    return row.clone()
 
 
 def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
-    """The window in keys (`None`: no window) of each of `count` attention layers, given a cache's `layers`.
-
-    Other layers (convolutions) return no attentions, and are left out.
-    """
+    """The window in keys (`None`: no window) of each of `count` attention layers, given a cache's `layers`."""
     cached = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
     if len(cached) == count:  # in Dory, which runs layers in a loop, several for each layer of the config
         return [getattr(layer, "sliding_window", None) for layer in cached]
@@ -136,7 +106,7 @@ def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
     return [sizes[kind] for kind in kinds if kind in sizes] if any(sizes.values()) else [None] * count
 
 
-def _attention_row(attention: Tensor, path: list[int], num_candidates: int, window: int | None) -> Tensor:
+def _attention_row(attention: Tensor, window: int | None, path: list[int], num_candidates: int) -> Tensor:
     """Attention `[1, heads, 1, keys]` of the last node of `path`, as in a pass over that token alone."""
     num_text = attention.shape[-1] - num_candidates - 1
     row = attention[:, :, path[-1] : path[-1] + 1]

@@ -1,8 +1,7 @@
-"""Targets on several processes (tensor parallelism): the first rank drafts and verifies, and the others follow.
+"""Targets on several processes (tensor parallelism): the first rank drafts, draws random numbers and verifies.
 
-All ranks run the target's passes together, with equal tokens. The draft is small and runs on the first rank only, which
-sends two short messages per round to the other ranks: the candidates, and the emitted tokens. Other ranks neither draft
-nor draw random numbers.
+All ranks run the target's passes together, with equal tokens. The first rank sends two short messages per round to the
+others: the candidates, and the emitted tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from hf_specdecpp.models.checks import WITHOUT_ASSISTANT
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
-FAILED = -1
-
 
 def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Processing, rows: int) -> None:
     """Raise `ValueError` for calls that are not supported with several processes. Runs before any work."""
@@ -44,43 +41,30 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
 
 
 class Ranks:
-    """The processes of a target, with messages of at most `most` numbers."""
+    """The processes of a target."""
 
-    def __init__(self, target: CausalLM, most: int) -> None:
+    def __init__(self, target: CausalLM) -> None:
         mesh: Any = next(each.device_mesh for each in target.parameters() if isinstance(each, DTensor))
         self.group = (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
-        self.is_first = dist.get_rank(self.group) == 0
-        self.device, self.size = target.device, most + 1
+        self.is_first, self.device = dist.get_rank(self.group) == 0, target.device
         self.outcome: tuple[int, bool] = (0, False)  # of a round: number of kept tokens; whether the sequence ends
 
-    def send(self, numbers: list[int]) -> None:
-        """Called on the first rank: send numbers to the other ranks, which call `listen`."""
-        padding = [0] * (self.size - 1 - len(numbers))
-        self._broadcast(torch.tensor([len(numbers), *numbers, *padding], device=self.device))
-
-    def listen(self) -> list[int]:
-        """Called on other ranks: the numbers sent by the first rank; `RuntimeError` if the first rank has failed."""
-        count, *numbers = self._broadcast(torch.empty(self.size, dtype=torch.long, device=self.device)).tolist()
-        if count == FAILED:
+    def shared(self, message: Any = None) -> Any:
+        """The first rank's `message`, on all ranks; `RuntimeError` on the others if the first rank has failed."""
+        messages = [message]
+        dist.broadcast_object_list(messages, group=self.group, group_src=0, device=self.device)
+        if messages[0] is None:
             raise RuntimeError("The first rank of the target has failed, so this one cannot go on; see its error.")
-        return numbers[:count]
+        return messages[0]
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """A context for work of the first rank while the others `listen`; exceptions are reported to them."""
+        """A context for work of the first rank while the others wait in `shared`; exceptions are reported to them."""
         try:
             yield
         except Exception:
-            self._broadcast(torch.full((self.size,), FAILED, device=self.device))
+            dist.broadcast_object_list([None], group=self.group, group_src=0, device=self.device)
             raise
-
-    def broadcast(self, state: Tensor) -> Tensor:
-        """Returns the first rank's tensor on all ranks; `state` has equal size on all."""
-        return self._broadcast(state.to(self.device)).to(state.device)
-
-    def _broadcast(self, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, group=self.group, group_src=0)
-        return tensor
 
 
 class RankText(OutputText):
@@ -101,8 +85,7 @@ class RankText(OutputText):
         if self.ranks.is_first:
             with self.ranks.reporting_failure():
                 return super()._accept_chain(tree, scores)
-        finished, kept, *emitted = self.ranks.listen()
-        self.ranks.outcome = kept, bool(finished)
+        self.ranks.outcome, emitted = self.ranks.shared()
         return list(range(1, len(emitted))), emitted[-1]
 
     def first_stop(
@@ -113,7 +96,7 @@ class RankText(OutputText):
                 kept, finished = super().first_stop(length, emitted, scores, raw, ids)
                 if self.is_rewritten:
                     emitted = [*emitted[: kept - 1], int(self.ids[0, self.before + kept - 1])]
-            self.ranks.send([int(finished), kept, *emitted])
+            self.ranks.shared(((kept, finished), emitted))
             return kept, finished
         kept, finished = self.ranks.outcome
         self.records.add_scores(scores, raw, kept)
@@ -123,10 +106,10 @@ class RankText(OutputText):
         super().end()
         if self.generator.randomness is not None:
             # For later plain sampling, which needs equal generators on all ranks.
-            torch.set_rng_state(self.ranks.broadcast(torch.get_rng_state()))
+            torch.set_rng_state(self.ranks.shared(torch.get_rng_state()))
             if self.ids.device.type == "cuda":
-                state = self.ranks.broadcast(torch.cuda.get_rng_state(self.ids.device))
-                torch.cuda.set_rng_state(state.cpu(), self.ids.device)
+                state = self.ranks.shared(torch.cuda.get_rng_state(self.ids.device))
+                torch.cuda.set_rng_state(state, self.ids.device)
 
 
 class DraftOfRanks(Drafts):
@@ -139,8 +122,8 @@ class DraftOfRanks(Drafts):
         if self.ranks.is_first:
             with self.ranks.reporting_failure():
                 (tree,) = super().propose(texts, target)
-            self.ranks.send(tree.candidates)
+            self.ranks.shared(tree.candidates)
             return [tree]
-        tokens = self.ranks.listen()
+        tokens = self.ranks.shared()
         # Only the first rank needs q.
         return [Chain(tokens, [torch.empty(0)] * len(tokens))]

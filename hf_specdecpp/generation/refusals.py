@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
@@ -43,6 +44,29 @@ INSTEAD = {
 OWN_SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
 
 NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() once a sequence."
+# Arguments of decoding methods that are not passed to the model's forward.
+MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A `generate()` call as prepared by transformers; `model_kwargs` are further arguments of the forward."""
+
+    target: CausalLM
+    processors: Any
+    criteria: Any
+    config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, target: CausalLM, processors: Any, criteria: Any, config: GenerationConfig, streamer: Any = None,
+        **kwargs: Any,
+    ) -> Call:  # fmt: skip
+        """From the arguments of transformers' decoding methods."""
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        return cls(target, processors, criteria, config, streamer, model_kwargs)
 
 
 class LateRefusalError(ValueError):
@@ -65,7 +89,13 @@ def check_object(assistant: object) -> None:
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if the mode of generation or a setting of the call does not support speculation."""
-    check_lossless(config)
+    if getattr(config, "dola_layers", None) is not None:
+        raise ValueError(
+            f"dola_layers={config.dola_layers!r}: DoLa decodes from differences between layers, which no candidate can "
+            "be verified by here. Leave it unset, or generate without an assistant."
+        )
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
     if config.num_beams not in (None, 1) or mode is not GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"An assistant cannot help with {mode.value.replace('_', ' ')} (num_beams={config.num_beams}): it proposes "
@@ -117,17 +147,6 @@ def warn_of_ignored(config: GenerationConfig) -> None:
                 f"{name}={value!r}, given to generate() or in the model's generation_config, has no effect on this "
                 f"assistant. Its own settings say how it drafts: {instead.format(value)}."
             )
-
-
-def check_lossless(config: GenerationConfig) -> None:
-    """Raise `ValueError` for `assistant_ensemble_weight`, which changes the output, and for DoLa (`dola_layers`)."""
-    if getattr(config, "dola_layers", None) is not None:
-        raise ValueError(
-            f"dola_layers={config.dola_layers!r}: DoLa decodes from differences between layers, which no candidate can "
-            "be verified by here. Leave it unset, or generate without an assistant."
-        )
-    if getattr(config, "assistant_ensemble_weight", None) is not None:
-        raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
 
 
 def ends_predictably(criterion: Any, config: GenerationConfig) -> bool:
@@ -231,20 +250,10 @@ def check_prompt(outputs: Any) -> None:
         raise LateRefusalError(str(reason)) from reason
 
 
-def check_for_one(streamer: Any, has_trees: bool) -> None:
-    """Raise `ValueError` for a batch with a streamer or trees, which are for single sequences."""
-    if streamer is not None:
-        raise ValueError(NO_BATCH.format("a streamer prints one sequence"))
-    if has_trees:
-        raise ValueError(NO_BATCH.format("trees are verified for one sequence at a time: set tree=False"))
-
-
-def check_batch(
-    target: CausalLM, model_kwargs: dict[str, Any], config: GenerationConfig, processors: Iterable[LogitsProcessor],
-    criteria: Any,
-) -> None:  # fmt: skip
+def check_batch(call: Call, has_trees: bool) -> None:
     """Raise `ValueError` for unsupported batches. Runs before the first forward pass."""
-    if in_order := [each for each in (*processors, *criteria) if remembers(each)]:
+    target, model_kwargs, criteria = call.target, call.model_kwargs, call.criteria
+    if in_order := [each for each in (*call.processors, *criteria) if remembers(each)]:
         raise ValueError(
             f"{name_of(in_order[0])} may keep state from call to call, for all rows of a batch together. If it depends "
             "on its arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
@@ -257,7 +266,11 @@ def check_batch(
             "generate() needs, too."
         )
     reason = None
-    if config._pad_token_tensor is None and any(class_of(each) is not MaxLengthCriteria for each in criteria):
+    if call.streamer is not None:
+        reason = "a streamer prints one sequence"
+    elif has_trees:
+        reason = "trees are verified for one sequence at a time: set tree=False"
+    elif call.config._pad_token_tensor is None and any(class_of(each) is not MaxLengthCriteria for each in criteria):
         reason = "rows that end early are padded, and there is no pad_token_id"
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"

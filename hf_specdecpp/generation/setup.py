@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,7 +21,7 @@ from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.token_index import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_logits, num_processes
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, large_layers
-from hf_specdecpp.models.cpu.products import ProductTimes, has_int8, int8_copy, measured_copy, product_times
+from hf_specdecpp.models.cpu.products import ProductTimes, has_int8, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.loading import special_ids
@@ -47,16 +47,18 @@ class DraftSetup:
     """Frozen references to the parts of an assistant, made by `SpecDecPPAssistant.setup()` for one generation."""
 
     drafter: Draft
-    head: AcceptanceHead | None = None  # `None`: q of the draft estimates acceptance
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    decisions: Decisions = field(default_factory=Decisions)
-    memory: Memory = field(default_factory=Memory)  # updated by generations, as are the copies of weights
-    copies: WeightCopies = field(default_factory=lambda: WeightCopies(measured_copy))  # exact copies of weights
-    int8: WeightCopies = field(default_factory=lambda: WeightCopies(int8_copy))  # of the draft's weights
-    rates: Mapping[str, Sequence[float]] = field(default_factory=dict)  # `SpecDecPPConfig.acceptance_by_rank`
+    head: AcceptanceHead | None  # `None`: q of the draft estimates acceptance
+    speculation: SpeculationConfig
+    decisions: Decisions
+    memory: Memory  # updated by generations, as are the copies of weights
+    copies: WeightCopies  # exact copies of weights
+    int8: WeightCopies  # of the draft's weights
+    rates: Mapping[str, Sequence[float]]  # `SpecDecPPConfig.acceptance_by_rank`
+    is_independent: bool  # whether the draft is a separate model
+    # Unused ways to be faster, for the verdict: "training" of the draft, a "head", with lookups a "draft" model, and
+    # with another rule "throughput".
+    remedies: frozenset[str]
     rows: int = 1  # number of sequences in the batch
-    is_independent: bool = False  # whether the draft is a separate model
-    trainable: frozenset[str] = frozenset()  # untrained parts that could be trained: "training" (the draft), "head"
 
     def check(self) -> None:
         """Raise `ValueError` if settings are invalid, or the draft does not support batches or the configured trees."""
@@ -105,29 +107,16 @@ class DraftSetup:
     def draft_processing(
         self, processing: Processing, target: CausalLM, greedy: bool, captures: bool
     ) -> tuple[Processing, NgramCorrections | None]:
-        """The processing from the draft's logits to q, and the target's latest choices if mixed in, else `None`.
-
-        Args:
-            processing: the logits processors that the draft may call.
-            captures: whether whole rounds may be captured, which mixing on the host would prevent. By default mixing
-                is for CPUs only: on a GPU it adds 12 % of launches, and 43 % in batches of four.
-        """
+        """The processing from the draft's logits to q, by the logits processors that the draft may call, and the
+        target's latest choices if mixed in, else `None`. `captures`: whether whole rounds may be captured."""
         decisions, temperature = self.decisions, 1.0 if greedy else self.decisions.draft_temperature
-        mixes = decisions.mixes(greedy, self.drafter.reads is not None)
+        mixes = decisions.mixes(greedy, self.drafter.reads is not None) and self.drafter.places > 0
+        # By default for CPUs only: on a GPU mixing adds 12 % of launches, and 43 % in batches of four.
         fits = not captures and input_device(target).type == "cpu"
-        mixes = mixes and (fits or decisions.draft_successors is not None)
-        if mixes and self.drafter.places:
+        if mixes and (fits or decisions.draft_successors is not None):
             successors = self.memory.recall_corrections(target, num_logits(target), self.drafter.device)
             return MixedProcessing(processing, successors, greedy, temperature), successors
         return processing if temperature == 1.0 else processing.cooled(temperature), None
-
-    @property
-    def remedies(self) -> frozenset[str]:
-        """Unused ways to be faster, for `SpeculationStats.verdict`: `trainable`; "draft" for lookups without a draft
-        model; "throughput" with another rule.
-        """
-        is_open = {"draft": not self.drafter.places, "throughput": self.speculation.rule != "throughput"}
-        return self.trainable | {name for name, value in is_open.items() if value}
 
     def static_shape(self, greedy: bool) -> Shape | None:
         """The shape of all trees; `None` for dynamic trees. `ValueError` for `tree="static"` without measured rates."""
@@ -142,8 +131,7 @@ class DraftSetup:
         return best_shape(rates, config.tree_budget, self.decisions.tree_depth)
 
     def uses_copies(self, target: CausalLM) -> bool:
-        """Whether settings allow large layers to use copies of their weights. Not with several processes, which would
-        have to switch to copies at the same time."""
+        """Whether large layers may use copies of their weights: not on several processes, which would switch apart."""
         config = self.speculation
         return config.cpu_products != "off" and not config.reproducible and num_processes(target) == 1
 
@@ -165,9 +153,8 @@ class DraftSetup:
     def rule(self, target: CausalLM) -> Rule:
         """The stopping rule of a generation. `"throughput"` becomes `"threshold"` for a target on several processes
         unless costs are given, because their timings would differ."""
-        if self.speculation.rule != "throughput" or self.speculation.costs is not None:
-            return self.speculation.rule
-        return "threshold" if num_processes(target) > 1 else "throughput"
+        rule, costs = self.speculation.rule, self.speculation.costs
+        return "threshold" if rule == "throughput" and costs is None and num_processes(target) > 1 else rule
 
     def decided(self, target: CausalLM, verification: str, corrects: bool, chains: str | None) -> dict[str, str]:
         """The entries of `SpeculationStats.decided`. `chains`: the reason why no trees are drafted, or `None`."""
@@ -178,7 +165,6 @@ class DraftSetup:
             "rule": self.rule(target),
             "costs": costs if self.rule(target) == "throughput" else "unused",
             "estimates": self.described_estimator(target),
-            "products": self.described_products(target),
             "verification": verification,
             "corrections": "on" if corrects else "off",
             "tree": trees if chains is None else f"chains: {chains}",
@@ -190,10 +176,8 @@ class DraftSetup:
         return f"{copies} int8" if self.drafts_in_int8 else copies
 
     def products(self, target: CausalLM) -> FasterProducts:
-        """The context for passes of target and draft with faster matrix multiplications, as configured.
-
-        int8 copies of weights are made now, exact copies in the background; copies of changed weights are deleted.
-        """
+        """The context for passes of target and draft with faster matrix multiplications, as configured. int8 copies of
+        weights are made now, exact copies in the background; copies of changed weights are deleted."""
         copies = self.copies if self.uses_copies(target) else None
         int8 = self.int8 if self.drafts_in_int8 else None
         if int8 is None:
@@ -259,8 +243,8 @@ def why_chains(setup: DraftSetup, target: CausalLM, captures: bool, processing: 
 def plan_of(
     setup: DraftSetup, target: CausalLM, generation: GenerationConfig, captures: bool, trees: bool = False
 ) -> Plan | None:
-    """The plan of `rule="throughput"` for a generation with `trees` or chains, with learned or given costs; `None` for
-    other rules, and for trees with a fixed shape or budget. `captures`: whether whole rounds may be captured."""
+    """The plan of `rule="throughput"` for a generation with `trees` or chains; `None` for other rules, and for trees
+    with a fixed shape or budget. `captures`: whether whole rounds may be captured."""
     config, drafter = setup.speculation, setup.drafter
     if setup.rule(target) != "throughput" or (config.draws_trees and config.tree != "dyspec"):
         return None
@@ -285,8 +269,8 @@ def make_rule(
     """A new stopping rule for one generation, by `config.rule`; `ValueError` for invalid settings.
 
     Args:
-        plan: costs and acceptance learned for `rule="throughput"`. By default a new plan, which needs `config.costs`.
-        rates: calibrates the estimates of `rule="threshold"`, and learns from rounds. By default no calibration.
+        plan: of `rule="throughput"`; by default a new one, which needs `config.costs`.
+        rates: calibrates the estimates of `rule="threshold"`, and learns from rounds; by default no calibration.
         min_tokens (candidates): least number in a round of `rule="threshold"`.
     """
     config.validate()
@@ -307,9 +291,8 @@ def rule_of(
     setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
     """A new stopping rule for the chains of one generation."""
-    config, rule = setup.speculation, setup.rule(target)
-    config = config if config.rule == rule else replace(config, rule=rule)  # also validates the settings
-    decisions, estimator = setup.decisions, setup.estimator
+    config = replace(setup.speculation, rule=setup.rule(target))  # also validates the settings
+    decisions = setup.decisions
     if config.rule == "threshold" and setup.head is None and not decisions.adapt:
         logger.warning_once(
             "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
@@ -317,18 +300,15 @@ def rule_of(
         )
     learns = config.rule == "threshold" and decisions.adapt
     rates = setup.learned_rates(target, generation_config) if learns else None
-    return make_rule(config, estimator, plan, rates, decisions.min_tokens)
+    return make_rule(config, setup.estimator, plan, rates, decisions.min_tokens)
 
 
 def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Remove masked tokens from a prompt `new` `[1, n]` and from the target's `states` `[1, m, size]`.
-
-    Example: the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` becomes `[5, 6]`. The `mask` `[1, length]` is
-    longer than a prompt that continues a cache, and shorter if tokens without mask follow. A fully masked prompt stays.
-    """
+    """Remove masked tokens from a prompt `new` `[1, n]` and from the target's `states` `[1, m, size]`. The `mask`
+    `[1, length]` is longer than a prompt that continues a cache, and shorter if tokens without mask follow."""
     if states is not None:
         shown = mask[0, -states.shape[1] :].bool()
         states = states[:, shown.to(states.device)] if bool(shown.any()) else states
     shown = mask[0].bool()[-new.shape[1] :]
     kept = torch.cat((new[:, : shown.shape[0]][:, shown], new[:, shown.shape[0] :]), dim=1)
-    return kept if kept.shape[1] else new, states
+    return kept if kept.shape[1] else new, states  # a fully masked prompt stays

@@ -41,18 +41,11 @@ class TargetContext:
     """A sequence in the target's cache, with the masks and positions of plain `generate()`.
 
     The prompt may be padded, have masked tokens inside or at its end, come with position ids, or be partly cached from
-    an earlier turn. So cache rows and positions are never counted here, neither for chains nor for trees: both come
-    from the arguments that `generate()` prepared.
+    an earlier turn. So cache rows and positions are never counted here: both come from the arguments that `generate()`
+    prepared, `model_kwargs` with the cache, `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
 
     If a candidate is rejected, recurrent layers are reset to their state before the pass, and the next pass reads the
     accepted tokens again: these tokens are `pending`.
-
-    Example: the prompt `[pad, pad, 5, 6]` has the mask `[0, 0, 1, 1]` and the positions `[0, 0, 0, 1]`. After the
-    prompt's pass, which emits 7, the cache has 4 rows, of which 2 are masked, and 7 has position 2.
-
-    Args:
-        model_kwargs: arguments of the target's forward as prepared by `generate()`: the cache and, if the model takes
-            them, `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
 
     Attributes:
         cached: the cached tokens; between rounds all of the sequence except the last token and pending ones.
@@ -101,8 +94,8 @@ class TargetContext:
         return bool(self.changes) and self.most_candidates(input_ids) == 0
 
     def most_candidates(self, input_ids: Tensor) -> int | None:
-        """The largest number of candidates after `input_ids` `[1, length]` for which all tokens of the next pass have
-        the rotary frequencies of plain `generate()`; `None`: no limit."""
+        """The largest number of candidates after `input_ids` `[1, length]` with which the next pass has the rotary
+        frequencies of plain `generate()`; `None`: no limit."""
         length = input_ids.shape[1]
         if self._padding is None:
             positions = self.model_kwargs.get("position_ids")
@@ -350,7 +343,7 @@ class SingleTarget(TargetSide):
     def take_states(self, each: Round, again: int = 0) -> None:
         """Store the hidden states at the tokens that a pass committed; it began with `again` pending tokens."""
         count, (kept, path) = len(each.tree), each.emitted
-        if self.text.records.are_asked_for:
+        if self.text.records.kept:
             self.text.records.add_states(each.outputs, kept, count, None if path is None else path.rows, again)
         if self.states.are_read:
             # All tokens of the prompt; later the last token before the round and the accepted candidates.

@@ -1,29 +1,228 @@
-"""Statistics of a generation (`SpeculationStats`), of the latest call of a thread or task (`LatestCalls`), and the
-verdict: was speculation faster, and if not, why (`outcome`); may the draft be for another target (`suspicion`)?"""
+"""Statistics of a generation (`SpeculationStats`), and the verdict: was speculation faster, and if not, why
+(`outcome`); may the draft be for another target (`suspicion`)?"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from itertools import count
-from threading import current_thread, get_ident, main_thread
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from itertools import zip_longest
+from operator import or_
+from typing import Any
 
 from hf_specdecpp.estimation.ledger import LOSES, PAYS, Speed, effect, verdict
-from hf_specdecpp.generation.counters import OF_TWO, Counters, add, ratio
+from hf_specdecpp.trees.drawing import DrawnTree
+from hf_specdecpp.trees.tree import DraftTree
 
 PREPARING_SHARE = 0.05  # share of a call's seconds, above which preparing is reported separately
 # A draft is suspect if less than this share of 30 or more first candidates is accepted, or none of 6 or more: rules may
 # soon stop drafting.
 TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
-FEWER = "SpeculationConfig(rule='throughput') drafts only as many tokens as make generation faster"
+FEWER = " SpeculationConfig(rule='throughput') drafts only as many tokens as make generation faster."
+OF_TWO = "of two"  # metadata key: a function of two calls' values that gives the field of their sum; default: `add`
+EITHER = {OF_TWO: lambda own, other: own or other}
+LATEST = {OF_TWO: lambda own, other: other or own}
+
+
+def branching(drawn: DrawnTree) -> tuple[int, int]:
+    """The number of nodes with several children, and of candidates, in a tree."""
+    return drawn.tree.ranks.count(1), len(drawn.tree)
+
+
+MOST_BRANCHED = {OF_TWO: lambda *two: max(filter(None, two), key=branching, default=None)}
 
 
 @dataclass
-class SpeculationStats(Counters):
-    """Counts and seconds of one `generate()` call (`Counters`). `a + b` sums two calls; `str()` is a small table."""
+class SpeculationStats:
+    """Counts and seconds of one `generate()` call. `a + b` sums two calls; `str()` is a small table.
+
+    Attributes:
+        rounds: rounds, each with one target pass.
+        idle_rounds: rounds without candidates.
+        rounds_at_change: rounds that could have no candidates because the target's rotary frequencies change at their
+            length (`models.checks.FrequencyChange`).
+        plain_passes: target passes outside of rounds: the prompt's, which gives the first token.
+        drafted, accepted: candidates. `discarded` counts the others.
+        looked_up, accepted_lookups: candidates that were found in earlier text (`SpeculationConfig.lookup`).
+        lookup_rounds: rounds with looked-up candidates only.
+        generated: emitted tokens. (`generated + discarded = drafted + rounds + plain_passes`, unless a stopping
+            criterion cut the last round.)
+        drafted_at, accepted_at: candidates by position in the round, in trees by depth; index 0 is the first.
+        tree_depths, tree_widths: number of trees by depth and by size of the widest level, with empty trees at index 0.
+        draft_passes: forward passes of the draft in rounds.
+        tested_by_rank, accepted_by_rank: over the root and the accepted nodes of trees, how often there was a first,
+            second, ... child, and how often that child was accepted.
+        draft_seconds: drafting, including the draft's pass over the prompt; of captured rounds only the launch.
+        target_seconds: target passes without the prompt's (`prompt_seconds`). On a GPU this includes waiting for the
+            pass during verification, and all work of captured rounds.
+        overhead_seconds: all other time of rounds: verification, processors, streaming, drafting that gave nothing.
+        plain_pass_seconds: estimated seconds of a plain pass over one token, in a batch divided by the rows, or `None`.
+        same_pass_seconds: seconds of such a pass with the CPU matrix multiplications of this call.
+        compared_passes: additional target passes over one token, if their time cannot be derived from the rounds: on a
+            GPU, and on a CPU without large layers.
+        preparing_seconds: seconds of `compared_passes`, and of making or checking copies of weights.
+        state_bytes: memory for recurrent states, which are restored after a rejection.
+        graphs, graph_seconds, graph_bytes: number of CUDA graphs of this call's kinds of passes and rounds, captured in
+            it or before; seconds of their capture; memory of all graphs of the target, with their caches and q.
+        uncaptured: why passes or rounds were not captured as CUDA graphs; `None` if they were, or if graphs are off.
+        last_tree: the latest verified tree with candidates; `str()` draws it. `None` for chains.
+        branched_tree: the tree with the most nodes that have several children; if equal, the largest.
+        rows: statistics of each sequence of a batch, whose counts and seconds are the sums over them.
+        agreement: for a published draft, the share of first, second and third candidates that equal the target's
+            choice in a few short texts, measured at attach; empty without a tokenizer in the target's repository.
+        suspect: name of a published draft, which may be for another target or be read wrongly; else `None`.
+        refusal: why this call fell back to plain `generate()` or stopped drafting; else `None`.
+        remedies: unused ways to be faster, as in `DraftSetup.remedies`.
+        decided: decisions by name: `{"rule": "throughput", "costs": "followed", "estimates": "q", "verification":
+            "block", "products": "float16, draft in int8", "corrections": "off", "tree": "chains: tree=False",
+            "rounds": "step by step", "attached": "by a call"}`. Here rounds run without CUDA graphs; a `generate()`
+            call attached the assistant, not `attach` ("before"); the target multiplies with float16 copies of its
+            weights, the draft in int8; "estimates" of acceptance are the draft's probabilities q, those of its own
+            "confidence head", or of an "acceptance head".
+        has_products: whether any layer of the target computes differently than in plain `generate()`.
+    """
+
+    rounds: int = 0
+    idle_rounds: int = 0
+    rounds_at_change: int = 0
+    plain_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    looked_up: int = 0
+    accepted_lookups: int = 0
+    lookup_rounds: int = 0
+    generated: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    tree_depths: list[int] = field(default_factory=list)
+    tree_widths: list[int] = field(default_factory=list)
+    draft_passes: int = 0
+    tested_by_rank: list[int] = field(default_factory=list)
+    accepted_by_rank: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    compared_passes: int = 0
+    preparing_seconds: float = 0.0
+    plain_pass_seconds: float | None = None
+    same_pass_seconds: float | None = None
+    state_bytes: int = field(default=0, metadata={OF_TWO: max})  # current memory
+    graphs: int = field(default=0, metadata={OF_TWO: max})
+    graph_seconds: float = field(default=0.0, metadata={OF_TWO: max})
+    graph_bytes: int = field(default=0, metadata={OF_TWO: max})
+    last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata=LATEST)
+    branched_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata=MOST_BRANCHED)
+    rows: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={OF_TWO: lambda *_: []})
+    agreement: list[float] = field(default_factory=list, metadata=EITHER)
+    suspect: str | None = field(default=None, metadata=EITHER)
+    refusal: str | None = field(default=None, metadata=EITHER)
+    uncaptured: str | None = field(default=None, metadata=EITHER)
+    remedies: frozenset[str] = field(default=frozenset(), metadata={OF_TWO: lambda _, other: other})
+    decided: dict[str, str] = field(default_factory=dict, compare=False, metadata={OF_TWO: or_})
+    has_products: bool = field(default=True, metadata={OF_TWO: max})
+
+    def record_outcome(self, tree: DraftTree, path: list[int]) -> None:
+        """Called after each round, with its tree and the accepted nodes `path`."""
+        candidates, widths = len(tree), tree.widths
+        self.rounds += 1
+        self.draft_passes += tree.passes
+        self.idle_rounds += candidates == 0
+        if not candidates and widths is None:  # no other counts for empty chains
+            return
+        drawn = tree.drawn(path) if tree.looked_up else path
+        self.drafted += candidates
+        self.accepted += len(path)
+        self.looked_up += len(tree.looked_up)
+        self.accepted_lookups += len(path) - len(drawn)
+        self.lookup_rounds += candidates > 0 and candidates == len(tree.looked_up)
+        self.drafted_at = add(self.drafted_at, [1] * candidates if widths is None else widths)
+        self.accepted_at = add(self.accepted_at, [1] * len(path))
+        self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
+        if widths is None:
+            return
+        self.tree_depths = add(self.tree_depths, [0] * len(widths) + [1])
+        self.tree_widths = add(self.tree_widths, [0] * max(widths, default=0) + [1])
+        for node in (0, *drawn):
+            self.tested_by_rank = add(self.tested_by_rank, [1] * len(tree.children[node]))
+        self.accepted_by_rank += [0] * (len(self.tested_by_rank) - len(self.accepted_by_rank))
+        for node in drawn:
+            self.accepted_by_rank[tree.ranks[node]] += 1
+        if candidates:  # the last rounds may have no candidates
+            self.last_tree, best = DrawnTree(tree, path), self.branched_tree
+            if best is None or branching(self.last_tree) > branching(best):
+                self.branched_tree = self.last_tree
+
+    @property
+    def discarded(self) -> int:
+        return self.drafted - self.accepted
+
+    @property
+    def target_passes(self) -> int:
+        return self.rounds + self.plain_passes
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no forward pass was counted yet."""
+        return self.target_passes == 0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per target pass; 1 in plain decoding."""
+        return ratio(self.generated, self.target_passes)
+
+    @property
+    def discard_rate(self) -> float:
+        """Discarded candidates per generated token."""
+        return ratio(self.discarded, self.generated)
+
+    @property
+    def verification_rate(self) -> float:
+        """Target passes per generated token."""
+        return ratio(self.target_passes, self.generated)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of all candidates."""
+        return ratio(self.accepted, self.drafted)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Accepted share of the candidates at each position of a round, in trees at each depth."""
+        return [ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def acceptance_by_rank(self) -> list[float]:
+        """In trees: how often the first, second, ... child was accepted, if its parent was and the child existed."""
+        return [ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed relative to plain `generate()`: the prompt's pass and one plain pass for each later token,
+        divided by the seconds of this call; `None` if unknown.
+
+        The call's seconds include one-time preparation (`preparing_seconds`). The overhead of plain decoding is
+        neglected, so the speedup is rather underestimated.
+
+        Example: 31 tokens with a prompt pass of 0.2 s and plain passes of 0.1 s take 3.2 s. If the call takes 0.2 s for
+        the prompt, 1.4 s for rounds and 0.4 s for preparing, the speedup is 1.6.
+        """
+        return self._speed_over(self.plain_pass_seconds)
+
+    @property
+    def same_pass_speedup(self) -> float | None:
+        """Speed relative to plain `generate()` with the same matrix multiplications: the gain by speculation alone."""
+        return self._speed_over(self.same_pass_seconds if self.has_products else self.plain_pass_seconds)
+
+    @property
+    def call_seconds(self) -> float:
+        """Seconds of prompt, preparation and rounds together."""
+        rounds = self.draft_seconds + self.target_seconds + self.overhead_seconds
+        return self.prompt_seconds + self.preparing_seconds + rounds
+
+    def _speed_over(self, pass_seconds: float | None) -> float | None:
+        plain_tokens, prompt = self.generated - self.plain_passes, self.prompt_seconds
+        if pass_seconds is None or plain_tokens <= 0 or self.call_seconds <= prompt:
+            return None
+        return (prompt + plain_tokens * pass_seconds) / self.call_seconds
 
     @classmethod
     def of_batch(cls, rows: list[SpeculationStats]) -> SpeculationStats:
@@ -63,17 +262,13 @@ class SpeculationStats(Counters):
             ("verification rate", f"{self.verification_rate:.2f} target passes per token"),
         ]
         if self.acceptance_by_position:
-            shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_position[:8])
-            rows.append(("accepted by position", shares + (" ..." if len(self.drafted_at) > 8 else "")))
+            rows.append(("accepted by position", _shares(self.acceptance_by_position)))
         if num_trees := sum(self.tree_depths):
-            means = [
-                sum(value * count for value, count in enumerate(counts)) / num_trees
-                for counts in (self.tree_depths, self.tree_widths)
-            ]
-            sizes = f"{self.drafted / num_trees:.1f} nodes, depth {means[0]:.1f}, width {means[1]:.1f}"
+            counted = self.tree_depths, self.tree_widths
+            depth, width = (sum(at * count for at, count in enumerate(counts)) / num_trees for counts in counted)
+            sizes = f"{self.drafted / num_trees:.1f} nodes, depth {depth:.1f}, width {width:.1f}"
             rows.append(("trees", f"{sizes} on average"))
-            shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_rank[:8]) or "none were drawn"
-            rows.append(("accepted by sibling", shares + (" ..." if len(self.tested_by_rank) > 8 else "")))
+            rows.append(("accepted by sibling", _shares(self.acceptance_by_rank) or "none were drawn"))
         if self.looked_up and self.looked_up == self.drafted:
             rows.append(("looked up", f"all candidates, in {self.lookup_rounds} of {self.rounds} rounds"))
         elif self.looked_up:
@@ -90,66 +285,10 @@ class SpeculationStats(Counters):
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-@dataclass(eq=False)
-class Noted:
-    """The statistics of a call, and the thread that made it. Later calls have larger numbers.
-
-    `for_others`: a later call by `asyncio.to_thread` in a copy of this call's context; `stats` gives its statistics.
-    """
-
-    number: int
-    stats: SpeculationStats
-    thread: int = field(default_factory=get_ident)
-    for_others: Noted | None = None
-
-
-Own: TypeAlias = "WeakKeyDictionary[LatestCalls, Noted]"
-_numbers = count()
-_own: ContextVar[Own] = ContextVar("own")  # of this thread or asyncio task, by assistant
-
-
-def known_here() -> Own:
-    return _own.get(WeakKeyDictionary())
-
-
-class LatestCalls:
-    """The statistics of the latest call of this thread or asyncio task, for `assistant.stats`; if there was none, those
-    of the latest call of any thread.
-
-    Two kinds of calls run in a thread on behalf of another: calls by `asyncio.to_thread` also count as calls of the
-    task that started them, calls with an iterable streamer (`TextIteratorStreamer`) as calls of the main thread.
-    """
-
-    def __init__(self) -> None:
-        self._latest = self._streamed = Noted(-1, SpeculationStats())
-
-    @property
-    def stats(self) -> SpeculationStats:
-        own = known_here().get(self, self._latest)
-        own = own.for_others or own
-        if current_thread() is main_thread() and self._streamed.number > own.number:
-            own = self._streamed
-        return own.stats
-
-    def record_call(self, stats: SpeculationStats, streamer: Any = None) -> None:
-        """Called in the thread of a call, when it begins or ends."""
-        known = known_here()
-        before, noted = known.get(self), Noted(next(_numbers), stats)
-        self._latest = noted  # another thread may replace it at any time
-        if before is not None and before.thread != noted.thread:
-            before.for_others = noted
-        if isinstance(streamer, Iterator | AsyncIterator):
-            self._streamed = noted
-        # A new dictionary, because tasks share the dictionary of the task that started them.
-        own: Own = WeakKeyDictionary(known)
-        own[self] = noted
-        _own.set(own)
-
-
 # The verdict. --------------------------------------------------------------------------------------------------------
 
 
-def suspicion(stats: Counters) -> str:
+def suspicion(stats: SpeculationStats) -> str:
     """A warning if a published draft seems to be for another target; else an empty string."""
     rounds = stats.rounds - stats.idle_rounds - stats.lookup_rounds
     accepted = sum(stats.accepted_at[:1])
@@ -162,7 +301,7 @@ def suspicion(stats: Counters) -> str:
     )
 
 
-def outcome(stats: Counters) -> str:
+def outcome(stats: SpeculationStats) -> str:
     """Sentences on the speed relative to plain `generate()`, with the reason if speculation was not faster."""
     if stats.refusal is not None:
         how = "Drafting was given up" if stats.drafted else "The call was a plain one, without its assistant"
@@ -198,7 +337,7 @@ def outcome(stats: Counters) -> str:
     return " ".join(filter(None, parts))
 
 
-def _reason(stats: Counters, gain: float) -> str:
+def _reason(stats: SpeculationStats, gain: float) -> str:
     """Why speculation is not faster. `gain`: its speed relative to plain generation with the same kind of passes."""
     if 2 * stats.idle_rounds > stats.rounds:
         by_rule = not {"throughput", "draft"} & stats.remedies
@@ -210,12 +349,11 @@ def _reason(stats: Counters, gain: float) -> str:
     return "" if gain >= PAYS else _why_not(stats)
 
 
-def _why_not(stats: Counters) -> str:
+def _why_not(stats: SpeculationStats) -> str:
     """The costs and tokens of a round, and a remedy for the largest cost."""
     unit = stats.rounds * ((stats.same_pass_seconds if stats.has_products else stats.plain_pass_seconds) or 1.0)
-    draft, verify, overhead = (
-        seconds / unit for seconds in (stats.draft_seconds, stats.target_seconds, stats.overhead_seconds)
-    )
+    seconds = stats.draft_seconds, stats.target_seconds, stats.overhead_seconds
+    draft, verify, overhead = (each / unit for each in seconds)
     reason = (
         f"A round costs {draft + verify + overhead:.2f} passes over one token (drafting {draft:.2f}, verifying "
         f"{verify:.2f}, overhead {overhead:.2f}) and yields {1 + stats.accepted / stats.rounds:.2f} tokens: "
@@ -231,19 +369,31 @@ def _why_not(stats: Counters) -> str:
     if dearest == draft:
         slow = f"one of its tokens costs {draft * stats.rounds / stats.drafted:.2f} target passes"
         return f"{reason} The draft is too slow: {slow}."
-    ways = _remedies_of(stats, throughput=FEWER)
-    return f"{reason} Verifying several tokens at once is expensive on this device.{ways}"
+    fewer = FEWER if "throughput" in stats.remedies else ""
+    return f"{reason} Verifying several tokens at once is expensive on this device.{fewer}"
 
 
-def _better_draft(stats: Counters) -> str:
+def _better_draft(stats: SpeculationStats) -> str:
     """A sentence that the draft is not good enough, and remedies that the assistant does not use yet."""
     parts = [what for name, what in (("training", "it"), ("head", "a head")) if name in stats.remedies]
     train = f" Train {' and '.join(parts)}: specdecpp train." if parts else ""
-    others = _remedies_of(stats, throughput=FEWER, draft="A draft proposes candidates where nothing is found")
-    other = train + others or " Another one may be, or one that is trained on texts like these."
-    return f"The {'text' if 'draft' in stats.remedies else 'draft'} is not good enough for this target.{other}"
+    fewer = FEWER if "throughput" in stats.remedies else ""
+    is_text = "draft" in stats.remedies
+    other = train + fewer + (" A draft proposes candidates where nothing is found." if is_text else "")
+    other = other or " Another one may be, or one that is trained on texts like these."
+    return f"The {'text' if is_text else 'draft'} is not good enough for this target.{other}"
 
 
-def _remedies_of(stats: Counters, **ways: str) -> str:
-    """The sentences of `ways` whose names are in `stats.remedies`."""
-    return "".join(f" {way}." for name, way in ways.items() if name in stats.remedies)
+def _shares(values: list[float]) -> str:
+    """Such as "80% 50%", with at most eight shares."""
+    return " ".join(f"{share:.0%}" for share in values[:8]) + (" ..." if len(values) > 8 else "")
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0
+
+
+def add(a: Any, b: Any) -> Any:
+    if isinstance(a, list):
+        return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
+    return a + b if a is not None and b is not None else None

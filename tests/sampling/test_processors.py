@@ -95,7 +95,7 @@ def rows_one_after_the_other(decoding: Any, rounds: Any) -> None:
     """Each row as far as it gets, by the row's own processors."""
     for each in rounds:
         each.text.processing = Processing([each.processor for each in each.text.processing.processors])
-    AssistedDecoding.verify(decoding, rounds)
+    AssistedDecoding._finish_round(decoding, rounds)
 
 
 VERDICT: Any = Walk.result
@@ -112,7 +112,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
     "the draft asks behind an end": (refusals, "ends_predictably", lambda *_: True, "a marked trie behind a criterion"),
     "of transformers, so it is known": (
         processors, "KNOWN", KNOWN | {logits_process.PrefixConstrainedLogitsProcessor}, "a function that counts"),
-    "rows by themselves": (InStep, "verify", rows_one_after_the_other, "one that counts for all rows"),
+    "rows by themselves": (InStep, "_finish_round", rows_one_after_the_other, "one that counts for all rows"),
 }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class BatchTarget(TargetSide):
     def commit(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
             kept = each.emitted.kept
-            if each.text.records.are_asked_for:
+            if each.text.records.kept:
                 each.text.records.add_states(each.outputs, kept, len(each.tree))
             if each.text.states is not None and not each.is_prompt:
                 each.text.states = each.text.states[:, :kept]
@@ -294,7 +294,7 @@ class InStep(AssistedDecoding):
         super().__init__(*parts)
         self.processors = processors
 
-    def verify(self, rounds: list[Round]) -> None:
+    def _finish_round(self, rounds: list[Round]) -> None:
         walks = {}
         for each in rounds:
             logits = each.outputs.logits[0, -len(each.tree) - 1 :]
@@ -310,7 +310,8 @@ class InStep(AssistedDecoding):
                 break
             going = [walk for walk in going if walk.node is not None]
         for each in rounds:
-            each.result = walks[id(each.text)].result
+            each.result, each.is_verified = walks[id(each.text)].result, True
+        super()._finish_round(rounds)
 
     def _process(self, walks: dict[int, Walk], going: list[Walk]) -> list[Tensor]:
         """The processed scores `[vocab]` of the rows `going`. As in plain generation, processors get all rows: ended

@@ -230,7 +230,7 @@ def why_not_whole(texts: Sequence[OutputText]) -> str | None:
         return "the draft's logits are mixed with the target's latest choices on the host"
     if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):
         return "given or assumed costs are used on the host"
-    if any(text.records.logits is not None or text.records.scores is not None for text in texts):
+    if any({"scores", "logits"} & text.records.kept.keys() for text in texts):
         return "scores or logits are requested"
     if generator.processing.in_order:
         return "a logits processor has to be called token by token, in order"

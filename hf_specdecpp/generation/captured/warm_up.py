@@ -21,10 +21,10 @@ from hf_specdecpp.cuda_graphs.fixed_cache import MIN_CAPACITY, capacity_for
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.parts import GraphDrafts, GraphTarget, pass_widths
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.entry.calls import Call, decoding_of
-from hf_specdecpp.generation.refusals import check_mode
+from hf_specdecpp.generation.entry.calls import decoding_of
+from hf_specdecpp.generation.latest_calls import LatestCalls
+from hf_specdecpp.generation.refusals import Call, check_mode
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.generation.stats import LatestCalls
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, keeping_generators, longest_text, num_processes
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput.memory import Memory

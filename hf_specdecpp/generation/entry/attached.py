@@ -1,15 +1,14 @@
 """Attach assistants to targets and detach them, by replacing four methods of the target's class.
 
-Why the class: `generate()` looks up its decoding method on the type of the model. The alternatives break more. A new
-class for each target would change `type(model)` during calls in other threads (their `super()` fails), trigger
-recompilation by torch.compile, and have to be hidden from pickle and copy. A `generate` attribute of the instance would
-conflict with models that bring one (`custom_generate`), be bypassed by `type(model).generate(model)`, and be called
-before the decoding method is chosen.
+Why the class: `generate()` looks up its decoding method on the type of the model. A new class for each target would
+change `type(model)` during calls in other threads (their `super()` fails), trigger recompilation by torch.compile, and
+have to be hidden from pickle and copy. A `generate` attribute of the instance would conflict with models that bring one
+(`custom_generate`), and be bypassed by `type(model).generate(model)`.
 
-So targets themselves are unchanged. A method is replaced on the class that defines it: on transformers'
-`GenerationMixin` while assistants exist, because a call may name an assistant that is not attached yet; on a model
-class with its own methods while one of its models has an assistant. For models without an assistant the replacements
-call the originals. A replacement keeps its original, so running calls are unaffected by attaching and detaching.
+A method is replaced on the class that defines it: on transformers' `GenerationMixin` while assistants exist, because a
+call may name an assistant that is not attached yet; on a model class with its own methods while one of its models has
+an assistant. For models without an assistant the replacements call the originals. A replacement keeps its original, so
+running calls are unaffected by attaching and detaching.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.masks import unknown_window
 from hf_specdecpp.caches.states import why_no_rollback
-from hf_specdecpp.generation.entry.calls import MODE_KWARGS, Assistant, Call, decoding_of
-from hf_specdecpp.generation.refusals import LateRefusalError, PlainCallError, check_mode, check_object, own_speculation
+from hf_specdecpp.generation import refusals
+from hf_specdecpp.generation.entry.calls import Assistant, decoding_of
+from hf_specdecpp.generation.refusals import Call, LateRefusalError, PlainCallError
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, check_target
@@ -219,7 +219,7 @@ def _validate_generation_mode(
 ) -> None:
     assistant: Any = mode_kwargs.get("assistant_model")
     if assistants_of(target):
-        check_object(assistant)
+        refusals.check_object(assistant)
     if _is_assistant(assistant):
         _check(target, mode, config, mode_kwargs)
         # The output equals that of the plain call, so transformers checks a plain call. For assisted calls it would
@@ -264,31 +264,27 @@ def _assisted_decoding(
     if not _is_assistant(assistant_model):
         default = None if assistant_model is not None or generation_config.is_assistant else default_of(target)
         if default is not None:
-            reason, is_model_s = own_speculation(generation_config, target)
+            reason, is_model_s = refusals.own_speculation(generation_config, target)
             _leave_out(default, target, reason, kwargs.get("streamer"), says=is_model_s)
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
     try:
         decode = decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)
     except PlainCallError as refusal:
         _leave_out(assistant_model, target, str(refusal), kwargs.get("streamer"))
-        others = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        others = {name: value for name, value in kwargs.items() if name not in refusals.MODE_KWARGS}
         with as_default(None, target):
             return type(target)._sample(target, *given, **others)
     return decode(input_ids)
 
 
-METHODS: dict[str, Callable[..., Any]] = {
-    "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
-    "_validate_generation_mode": _validate_generation_mode,
-    "_sample": _sample,
-    "_assisted_decoding": _assisted_decoding,
-}
+REPLACING = (_extract_generation_mode_kwargs, _validate_generation_mode, _sample, _assisted_decoding)
+METHODS: dict[str, Callable[..., Any]] = {each.__name__: each for each in REPLACING}
 
 
 def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` if the target or the mode of generation does not support speculation."""
     check_reading(target)
-    check_mode(mode, config, mode_kwargs)
+    refusals.check_mode(mode, config, mode_kwargs)
 
 
 def _leave_out(assistant: Assistant, target: CausalLM, reason: str, streamer: Any, says: bool = True) -> None:

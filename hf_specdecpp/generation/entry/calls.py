@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_specdecpp.caches.cached_context import num_rows
@@ -22,16 +22,14 @@ from hf_specdecpp.generation.batch.batch_target import BatchTarget, InStep
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.entering import on_graphs
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
+from hf_specdecpp.generation.latest_calls import LatestCalls
 from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.generation.ranks import DraftOfRanks, Ranks, RankText, check_ranks
-from hf_specdecpp.generation.refusals import LateRefusalError, PlainCallError
+from hf_specdecpp.generation.refusals import Call, LateRefusalError, PlainCallError
 from hf_specdecpp.generation.single_target import SingleTarget
-from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
+from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.models.causal_lm import cache_among, num_processes
 from hf_specdecpp.sampling.processors import Processing, for_row, in_order
-
-# Arguments of transformers' decoding methods that are not passed to the model's forward.
-MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
 
 
 class Assistant(Protocol):
@@ -42,27 +40,6 @@ class Assistant(Protocol):
 
     def start_generation(self, *args: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
         """Make the generator of a `generate()` call, or of a row of a batch (`AssistantModel.start_generation`)."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A `generate()` call as prepared by transformers; `model_kwargs` are further arguments of the forward."""
-
-    target: CausalLM
-    processors: Any
-    criteria: Any
-    config: GenerationConfig
-    streamer: Any
-    model_kwargs: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, target: CausalLM, processors: Any, criteria: Any, config: GenerationConfig, streamer: Any = None,
-        **kwargs: Any,
-    ) -> Call:  # fmt: skip
-        """From the arguments of transformers' decoding methods."""
-        model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
-        return cls(target, processors, criteria, config, streamer, model_kwargs)
 
 
 def decoding_of(
@@ -80,8 +57,7 @@ def decoding_of(
     if num_processes(target) > 1:
         check_ranks(target, assistant.speculation, Processing(call.processors), count)
     if count > 1:
-        refusals.check_for_one(call.streamer, assistant.speculation.draws_trees)
-        refusals.check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
+        refusals.check_batch(call, assistant.speculation.draws_trees)
         refusals.check_foreign(target, cache, count)
         return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
     run = partial(_run, _text_decoding(call, assistant, input_ids.shape[1], decoding).run, cache, unused)
@@ -117,7 +93,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, decoding: type
     assistant.calls.record_call(generator.stats, call.streamer)
     parts = target, generator, call.criteria, config, call.streamer
     if num_processes(target) > 1:
-        ranks = Ranks(target, most=generator.setup.most_tokens + 3)
+        ranks = Ranks(target)
         text: OutputText = RankText(ranks, *parts)
         draft: Drafts = DraftOfRanks(ranks)
     else:

@@ -18,8 +18,9 @@ from support.targets.models import assistant_for, prompt, tiny
 from transformers import TextIteratorStreamer, TextStreamer, pipeline
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.generation import stats as stats_module
-from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
+from hf_specdecpp.generation import latest_calls
+from hf_specdecpp.generation.latest_calls import LatestCalls
+from hf_specdecpp.generation.stats import SpeculationStats
 
 PROMPT = prompt(6)
 
@@ -215,7 +216,7 @@ def test_nothing_is_kept_of_threads_and_assistants_that_are_gone() -> None:
     note(calls)
     gc.collect()
     assert [each() is None for each in kept] == [True] * 5 + [False]
-    assert calls in stats_module.known_here()
+    assert calls in latest_calls.known_here()
     weak = weakref.ref(calls)
     del calls
     gc.collect()
@@ -238,7 +239,7 @@ class OwnAlone(LatestCalls):
 
     @property
     def stats(self) -> SpeculationStats:
-        return stats_module.known_here().get(self, self._latest).stats
+        return latest_calls.known_here().get(self, self._latest).stats
 
 
 @pytest.mark.parametrize(("wrong", "test"), [
