@@ -17,7 +17,7 @@ from support.targets.models import assistant_for, assistant_of, quiet_later_laye
 from torch import Tensor, nn
 
 from hf_specdecpp.caches.masks import Nodes
-from hf_specdecpp.cuda_graphs import captured_draft
+from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules
 from hf_specdecpp.cuda_graphs.fixed_cache import pass_inputs
 from hf_specdecpp.drafting import drafter as model_steps
@@ -64,7 +64,7 @@ def captured(contents: Contents, estimator: Estimator, greedy: bool, learned: Ac
     values = torch.ones(1, 1)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         for level in range(2):
-            patch.setattr(captured_draft, "exponential", lambda *_, level=level, **__: contents.times[level])
+            patch.setattr(on_device, "exponential", lambda *_, level=level, **__: contents.times[level])
             step = DraftStep(level, contents.scores[level], contents.hidden[level], contents.embed, greedy)
             level_drawn = CapturedDraft._draw(draft, step, values, rules, WIDTH)
             values = level_drawn.values
@@ -126,7 +126,7 @@ JUDGE = AcceptanceHead.estimate_siblings
         (RoundRules, "head_of_slots", None),
         (AcceptanceHead, "estimate_siblings", told_of_q),
         (AcceptanceHead, "estimate_siblings", told_of_no_siblings),
-        (captured_draft, "slot_values", lambda values, chances: values[..., None].expand_as(chances)),
+        (on_device, "slot_values", lambda values, chances: values[..., None].expand_as(chances)),
         (CapturedDraft, "calibrate", lambda *_: None),
         (CapturedDraft, "_calibrated", lambda _, estimates: estimates),
     ],
