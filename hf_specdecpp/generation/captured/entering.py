@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.caches.masks import why_not_in_place
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
@@ -18,7 +19,7 @@ from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, R
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied, windows_of
+from hf_specdecpp.cuda_graphs.fixed_cache import why_not_copied, windows_of
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
@@ -142,7 +143,7 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
-    rows = rows_for(len(texts))
+    rows = width_of(len(texts))
     key = steps.key, *shapes, greedy, steps.vocab_size, rows, fits
     known = passes.rounds
     if key not in known:
