@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.caches.masks import span
+from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.draft_steps import DrawnLevel, RoundSteps, Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedContext
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.identity import identity
-from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, num_drawn, remaining, slot_values
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator, lag_of
 from hf_specdecpp.sampling.processors import Processing, Warpers
@@ -173,7 +173,6 @@ class CapturedDraft:
         token the target's state at the token before, or `None`."""
         (texts, count), again = tokens.shape, self.steps.again
         self.context.begin_text(torch.Size((texts, 1)) if texts > 1 else None)
-        self.alive.fill_(1)
         # Not smaller than the target's, which would grow it in the first round.
         most, end = max(count + self.most_rows, self.target.cache.capacity), max(count - 1 - again, 0)
         cache = self.context.with_capacity(most)
@@ -252,7 +251,7 @@ class CapturedDraft:
                 known = with_paths(text, self.candidates[:, :levels], seen)
             scores = rules.draft_processing.of_nodes(logits, known)
             step = DraftStep(place, scores, hidden, self.steps.embed, rules.greedy)
-            weights = step.scores if rules.greedy else step.q / exponential(*scores.shape, device=self.device)
+            weights = step.scores if rules.greedy else step.q / exponential(*step.q.shape, device=step.q.device)
             most, step.token = weights.max(-1)
             if place < levels:
                 drawn.append(most)
@@ -263,7 +262,7 @@ class CapturedDraft:
                     judged.append(found)
             if place + 1 < taken:
                 logits, hidden = steps.send(DrawnLevel(step.token))
-        self.count.copy_(num_drawn(torch.cat(drawn, dim=1), rules.greedy))
+        self.count.copy_(on_device.num_drawn(torch.cat(drawn, dim=1), rules.greedy))
         if judged and rules.estimator is not None:
             together, lag = torch.cat(judged, dim=1), lag_of(rules.estimator)
             self.estimates[:, : len(judged)] = together
@@ -273,7 +272,8 @@ class CapturedDraft:
                     self._calibrated(together).cumprod(-1), (lag, levels - len(judged) - lag), value=1.0
                 )
                 may_stop = span(levels + 1, self.device)[1:] >= rules.min_tokens
-                self.count.copy_(count_until((1.0 - survival > rules.threshold) & may_stop).minimum(self.count))
+                until_stop = on_device.count_until((1.0 - survival > rules.threshold) & may_stop)
+                self.count.copy_(until_stop.minimum(self.count))
 
     def _draw_tree(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         nodes, width, places = shape.nodes, shape.width, span(shape.nodes + 1, self.device)
@@ -289,7 +289,7 @@ class CapturedDraft:
             self.candidates[:, own], self.parents[:, own] = drawn.tokens, numbers.gather(1, drawn.parents)
             if self.q is not None:
                 self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q
-            seen = seen.gather(1, drawn.parents[..., None].expand(-1, -1, nodes)) | itself[own]
+            seen = on_device.rows_at(seen, drawn.parents) | itself[own]
             self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
             judged.append(drawn.judged)
             numbers, values = places[1:][own].expand(len(self.last), -1), drawn.values
@@ -303,18 +303,18 @@ class CapturedDraft:
         """Draw the level below m nodes by `DraftStep.scores` `[texts, m, vocab]`. `values`: `[texts, m]`, survival."""
         q = step.scores if rules.greedy else step.q
         # [texts, m, width], in order
-        tokens = (q if rules.greedy else q / exponential(*q.shape, device=self.device)).topk(width).indices
+        tokens = (q if rules.greedy else q / exponential(*q.shape, device=q.device)).topk(width).indices
         head = rules.head_of_slots
         probs = step.q.gather(-1, tokens)
         mass = functional.pad(probs[..., :-1].cumsum(-1), (1, 0))  # total q of earlier siblings
         if head is None:
             chances = (probs / (1.0 - mass).clamp_min(torch.finfo(probs.dtype).tiny)).clamp_max(1.0)
         else:
-            chances = head.estimate_siblings(step, tokens, remaining(step.q, tokens), mass)
+            chances = head.estimate_siblings(step, tokens, on_device.remaining(step.q, tokens), mass)
         chances = chances.nan_to_num(0.0)
         judged, chances = chances, self._calibrated(chances)
-        chosen = best_slots(values, chances, width, rules.greedy)
-        values = (slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
+        chosen = on_device.best_slots(values, chances, width, rules.greedy)
+        values = (on_device.slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
         tokens, judged = (each.flatten(1).gather(1, chosen) for each in (tokens, judged))
         return Drawn(tokens, chosen // width, values, q, judged)
 
@@ -351,7 +351,7 @@ class CapturedDraft:
         places = places.clamp_max(tokens.shape[1] - 1)  # the rest are dummies
         self.tokens.copy_(tokens.gather(1, places))
         if states is not None:
-            self.states.copy_(known.gather(1, places[..., None].expand(-1, -1, known.shape[2])))
+            self.states.copy_(on_device.rows_at(known, places))
         self.context.cache.length.add_(read)
         last.addcmul_(accepted + 1, self.alive).sub_(read)
 

@@ -27,7 +27,7 @@ from hf_specdecpp.cuda_graphs.captured_draft import (
 )
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.fixed_cache import with_rows
-from hf_specdecpp.cuda_graphs.graphs import MOST_GRAPHS, Graphs, lasting, restoring, write_lasting
+from hf_specdecpp.cuda_graphs.graphs import MOST_GRAPHS, lasting, restoring, write_lasting
 from hf_specdecpp.sampling.processors import Warpers
 from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.trees.tree import Chain, DraftTree
@@ -70,7 +70,7 @@ class CapturedRounds:
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
         self.passes, self.draft = passes, draft
-        self.graphs = Graphs(passes.device, beside=passes.graphs)
+        self.graphs = passes.graphs
         texts = len(draft.last)
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
@@ -80,7 +80,7 @@ class CapturedRounds:
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # of `_pass`, if the verification is another graph
         self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
         self._warper_numbers: list[Tensor] = []  # `Warpers.numbers`, at fixed addresses
-        self._rules: dict[Hashable, int] = {}  # a number for each key of rules: comparing keys takes long
+        self._rules: dict[Hashable, object] = {}  # a mark for each key of rules: comparing keys takes long
 
     @property
     def changes(self) -> list[Tensor]:
@@ -91,26 +91,23 @@ class CapturedRounds:
     ) -> None:
         """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors, whose last tokens the target has
         not read; other arguments as in `CapturedDraft.begin_texts`."""
-        self.graphs.begin_text()
         self._fix_warpers(rules)
         self.rules = rules
         self._active = list(range(len(texts)))
         texts, tokens, padding = map(with_rows, (texts, tokens, padding))
         self.token.copy_(texts[:, -1:])
-        self._text, self._has_begun = texts, False
+        self._text = texts
         # Number of tokens of the prefixes for processors that are not in the target's cache.
         self._ahead = texts.shape[1] - self.passes.context.num_tokens
         self.draft.begin_texts(tokens, None if states is None else with_rows(states), padding)
-        if len(self._active) < len(texts):
-            self.draft.continue_with(self._active)
+        self.draft.continue_with(self._active)
 
     def _fix_warpers(self, rules: RoundRules) -> None:
         """Copy `Warpers.numbers` (temperature, top-p, ...) to tensors that graphs read, and let `Warpers` use these.
-        Also give the rules a number for the keys of graphs."""
-        if (key := rules.key) not in self._rules and len(self._rules) >= MOST_GRAPHS:
-            self.graphs.family.clear()
+        Also set the mark of equal rules in the keys of graphs."""
+        if len(self._rules) >= MOST_GRAPHS:
             self._rules.clear()
-        self._rules_number = self._rules.setdefault(key, len(self._rules))
+        self._rules_mark = self._rules.setdefault(rules.key, object())
         both = (*rules.draft_processing.processors, *rules.processing.processors)
         for place, each in enumerate(own for own in both if isinstance(own, Warpers)):
             if place == len(self._warper_numbers):
@@ -131,7 +128,6 @@ class CapturedRounds:
         self.passes.context.num_tokens = length - self._ahead
         self._grow_caches(shape)
         self._launch(shape, process)
-        self._has_begun = True
 
     def verify(self, shape: RoundShape) -> list[RoundReport]:
         """Wait for the round. Returns a report for each active sequence, in the order of `continue_with`."""
@@ -175,7 +171,8 @@ class CapturedRounds:
 
     def _launch(self, shape: RoundShape, process: Process | None) -> None:
         rules = self.rules  # which the graphs keep alive
-        key, text = (*self.passes.context.key, shape, self._rules_number), self._text if rules.asks_for_text else None
+        key = self, *self.passes.context.key, shape, self._rules_mark
+        text = self._text if rules.asks_for_text else None
 
         def read() -> None:
             write_lasting(found, self._pass(shape, rules, text))
@@ -192,13 +189,12 @@ class CapturedRounds:
         return self._run(("settle", *key), lambda: self._settle(found, shape, rules, text))
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
-        """Run a function by its graph. If the function cannot be captured, raises `CannotCaptureError` in a sequence's
-        first round, and runs the function directly in later rounds."""
+        """Run a function by its graph."""
         changes = [] if key in self.graphs else self.changes
         if changes and key[0] == "settle":  # rows of a tree, which warm-ups would move several times
             first = self.passes.context.num_tokens
             changes += self.passes.context.cache.rows(first, first + self.draft.nodes + 1)
-        self.graphs.run(key, function, changes, falls_back=self._has_begun)
+        self.graphs.run(key, function, changes)
 
     def _wait(self) -> None:
         if self.passes.device.type == "cuda":
@@ -247,7 +243,7 @@ class CapturedRounds:
             passes.context.cache.move(rows)
             candidates = candidates.gather(1, verified.path)
             if together is not None:
-                together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
+                together = on_device.rows_at(together, rows)
         self._fill_report(verified[:3])
         # A sequence without a next token ends, but its row of the batch remains.
         token, places = verified.token.clamp_min(0)[:, None], span(candidates.shape[1] + 1, passes.device)
@@ -278,7 +274,7 @@ class CapturedRounds:
                 return Accepted(last, on_device.draw_next(weights, last), last)
             tests, weights = on_device.tree_tests(candidates, parents, p, draft.q, width, rules.verification)
             last = on_device.accepted_node(parents, seen, tests, torch.rand_like(tests), width)
-        on_path = seen.gather(1, last[:, None, None].expand(-1, -1, nodes + 1))[:, 0]
+        on_path = on_device.rows_at(seen, last[:, None])[:, 0]
         steps = span(levels, scores.device)
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
         token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.draw_next(weights, last)

@@ -13,11 +13,11 @@ from torch import Tensor
 from hf_specdecpp.caches.cached_context import PathRows, num_in_place, width_of
 from hf_specdecpp.caches.masks import Nodes, kept_chain_nodes
 from hf_specdecpp.cuda_graphs.fixed_cache import Budget, FixedCache, FixedContext, pass_inputs, windows_of, with_rows
-from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
+from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs, capture_lock, lasting, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
-from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
+from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
 
 AHEAD = 512  # tokens: a first cache has room for the prompt and the expected tokens, at most for twice the prompt + 512
@@ -42,6 +42,7 @@ class CapturedTarget:
     Attributes:
         busy: whether a generation uses the passes.
         budget: bounds the memory of the caches.
+        graphs: those of passes and of whole rounds.
         why_not: the reason if the target's passes are never captured.
         checked: compared widths, as (is a batch, width).
         longest (tokens): the longest sequence that the target has positions for.
@@ -55,7 +56,7 @@ class CapturedTarget:
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
-        self.budget = Budget(self.device, self.graphs.family.clear)
+        self.budget = Budget(self.device, self.graphs.clear)
         windows = windows_of(target.config.get_text_config(decoder=True)) or []
         self.context = FixedContext(windows, self.device, self.budget)
         self.expected = 0
@@ -63,7 +64,7 @@ class CapturedTarget:
         # as in `Nodes`, and outputs, empty before the first pass.
         self._buffers: dict[tuple[int, bool, tuple[int, ...]], tuple[Tensor, Tensor, Tensor, list[Tensor]]] = {}
         self._reads: tuple[int, ...] = ()  # `StateReader.reads` of the watched states
-        self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # by `_reads`, states of the latest pass
+        self._states = TargetStates(self.model, None)
         self._paths: dict[int, Tensor] = {}  # by width, rows of a path at a fixed address
         # Whole rounds, kept between sequences, by draft and way of drawing (`generation.captured`).
         self.rounds: dict[Any, Any] = {}
@@ -116,22 +117,13 @@ class CapturedTarget:
     def watch(self, reader: StateReader | None) -> None:
         """Called before a sequence: let its passes return the states for the `reader` of a draft; `None`: none."""
         self._reads = () if reader is None else tuple(reader.reads)
-        if reader is not None and self._reads not in self._watched:
-            seen: dict[int, Tensor] = {}
-            for place, module in enumerate(read_modules(self.model, reader)):
-
-                def record_state(module: Any, _args: Any, output: Any, place: int = place) -> None:
-                    seen[place] = state_of(module, output)
-
-                module.register_forward_hook(record_state)
-            self._watched[self._reads] = seen
+        self._states = TargetStates(self.model, reader)
 
     def read(self, tokens: Tensor, tree: Sequence[Tensor] | None = None) -> Any:
         """A captured pass over `tokens` `[1, n]`, a chain or a tree. `tree`: ancestors `[width, width]` and depths
         `[width]`, dummies included.
 
-        Returns `logits` `[1, n, vocab]` and watched `states` `[1, n, size]`, which the next pass overwrites. A pass
-        that cannot be captured runs directly, or raises `CannotCaptureError` if no width is `checked` yet."""
+        Returns `logits` `[1, n, vocab]` and watched `states` `[1, n, size]`, which the next pass overwrites."""
         count = tokens.shape[1]
         key = width, is_tree, _ = width_of(count), tree is not None, self._reads
         cache = self.context.with_capacity(self.context.num_tokens + width)
@@ -149,8 +141,7 @@ class CapturedTarget:
             nodes = Nodes(ancestors, depths, depths) if is_tree else kept_chain_nodes(width, self.device)
             write_lasting(outputs, self.forward(cache, own, nodes))
 
-        # After a successful comparison, a pass that cannot be captured runs directly.
-        self.graphs.run(("read", *self.context.key, *key), run, falls_back=bool(self.checked))
+        self.graphs.run(("read", *self.context.key, *key), run)
         logits, *states = (each[:, :count] for each in outputs)
         return SimpleNamespace(logits=logits, states=states)
 
@@ -158,9 +149,9 @@ class CapturedTarget:
         """The captured function: a pass over `tokens` `[texts, width]`, the `nodes` after the sequences in `cache`.
         Returns logits `[texts, width, vocab]`, then the watched states."""
         inputs = pass_inputs(self.model, cache, nodes, cache.length, self.longest) | {self._cache_argument: cache}
-        outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
-        seen = self._watched.get(self._reads, {})
-        return [outputs.logits, *(seen[place] for place in range(len(seen)))]
+        with self._states:
+            outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
+        return [outputs.logits, *self._states.latest()]
 
     def commit(self, count: int, path: PathRows | None = None) -> None:
         """Commit `count` tokens of the latest pass: the first ones, or in a tree the first ones of the `path`."""
@@ -184,12 +175,15 @@ class CapturedTarget:
 
         rows[: len(path)] = path
         changes = [] if key in self.graphs else [rows, *cache.rows(count, count + width)]
-        self.graphs.run(key, run, changes, falls_back=True)
+        try:
+            self.graphs.run(key, run, changes)
+        except CannotCaptureError:  # too late for a round without graphs: the tokens are emitted
+            run()
 
     def close(self) -> None:
         """Free all graphs, and all caches but that of the current sequence. Later passes are captured again."""
-        if any(self.graphs.family.members):  # otherwise nothing is running
-            self.graphs.family.clear()
+        if len(self.graphs):  # otherwise nothing is running
+            self.graphs.clear()
         self.rounds.clear()
         self.context.made.clear()
 

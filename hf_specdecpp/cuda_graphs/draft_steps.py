@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
+from hf_specdecpp.cuda_graphs.on_device import rows_at
 
 
 class Window(NamedTuple):
@@ -32,9 +33,7 @@ class DrawnLevel(NamedTuple):
 
     def of_parents(self, states: Tensor) -> Tensor:
         """The states `[texts, width, size]` of the nodes' parents, among `states` `[texts, m, size]` of their level."""
-        if self.parents is None:
-            return states
-        return states.gather(1, self.parents[..., None].expand(-1, -1, states.shape[-1]))
+        return states if self.parents is None else rows_at(states, self.parents)
 
 
 # Yields logits `[texts, m, vocab]` and hidden states `[texts, m, size]`, after the window and after each level.
@@ -88,4 +87,4 @@ class RoundSteps(ABC):
 
 def last_rows(hidden: Tensor, last: Tensor) -> Tensor:
     """`[texts, size]`: the rows of `hidden` `[texts, n, size]` at the indices `last` `[texts]`."""
-    return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
+    return rows_at(hidden, last[:, None])[:, 0]

@@ -341,16 +341,11 @@ def capacity_for(num_tokens: int) -> int:
     return max(MIN_CAPACITY, width_of(num_tokens))
 
 
-def rows_for(texts: int) -> int:
-    """Rows for `texts` sequences: 1, 2, 4, 8, ..., so that few batch sizes are captured. Further rows repeat the last
-    sequence and count as ended."""
-    return width_of(texts)
-
-
 def with_rows(per_text: Tensor, dim: int = 0) -> Tensor:
-    """`per_text`, repeated at the end of axis `dim` to `rows_for` the sequences."""
+    """`per_text` with the last sequence of axis `dim` repeated to 1, 2, 4, 8, ... rows (`width_of`), so that few batch
+    sizes are captured. Repeated rows count as ended."""
     texts = per_text.shape[dim]
-    return per_text.index_select(dim, span(rows_for(texts), per_text.device).clamp_max(texts - 1))
+    return per_text.index_select(dim, span(width_of(texts), per_text.device).clamp_max(texts - 1))
 
 
 def windows_of(text_config: Any) -> list[float] | None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 capture_lock = RLock()  # PyTorch allows one capture at a time in a process
-MOST_GRAPHS = 96  # of one `Graphs`; before a further one all graphs of the family are destroyed
+MOST_GRAPHS = 256  # of one `Graphs`; before a further one all are destroyed
 MOST_TRIES = 3  # failed attempts while another capture runs, before giving up
 WARM_UPS = 2  # runs before a capture, in which libraries allocate workspaces and choose kernels
 # Operations that wait for the device: to read a value, or the shape of a result.
@@ -50,33 +50,6 @@ def is_capturing() -> bool:
     return _capturing.get()
 
 
-class Family:
-    """Graphs with one memory pool and one stream for warm-ups and captures, which are destroyed together.
-
-    Graphs contain the addresses of library workspaces of their stream, and PyTorch frees these with the first graph of
-    the stream that is destroyed.
-
-    Attributes:
-        pool, stream: `None` if the device is not CUDA.
-        members: the graphs of each `Graphs`, by key.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.pool: Any = None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.members: list[dict[Hashable, Any]] = []
-        self.clear()
-
-    def clear(self) -> None:
-        """Wait for the device, then destroy all graphs of the family."""
-        if self.stream is not None:
-            torch.cuda.synchronize(self.device)
-            self.pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
-        for graphs in self.members:
-            graphs.clear()
-
-
 class Graphs:
     """Graphs of functions, by key, each captured when first run.
 
@@ -84,26 +57,26 @@ class Graphs:
     overwrites memory that a graph allocates. Python numbers, shapes and branches are fixed at the capture, so the key
     must contain everything that decides them.
 
+    The graphs have one memory pool and one stream for warm-ups and captures, and are destroyed together: they contain
+    the addresses of library workspaces of their stream, and PyTorch frees these with the first graph of the stream that
+    is destroyed.
+
     Example: `run(("pass", 4), read, [length])` first runs `read` three times, captures and replays it, and restores
     `length`; then, and in all later calls, it replays the graph.
 
-    Args:
-        beside: other graphs of this device, whose family is shared; never run graphs of both at a time.
-
     Attributes:
         seconds: time of all captures.
-        why_not: why a function with `falls_back` was not captured; then no further functions are captured.
+        num_bytes: device memory that the captures of the present graphs reserved.
+        pool, stream: `None` if the device is not CUDA.
     """
 
-    def __init__(self, device: torch.device, beside: Graphs | None = None) -> None:
-        self.device, self.seconds = device, 0.0
-        self.why_not: str | None = None
-        self._is_passing, self._failed = False, 0
-        self.family: Family = Family(device) if beside is None else beside.family
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds, self._failed = device, 0.0, 0
+        self.pool: Any = None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # With their functions, which keep tensors alive that the graphs read and write.
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
-        self._bytes: dict[Hashable, int] = {}
-        self.family.members.append(self._graphs)
+        self.clear()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -111,41 +84,29 @@ class Graphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory that the captures of these graphs reserved."""
-        return sum(self._bytes[key] for key in self._graphs)
+    def clear(self) -> None:
+        """Wait for the device, then destroy all graphs."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)
+            self.pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
+        self._graphs.clear()
+        self.num_bytes = 0
 
-    def begin_text(self) -> None:
-        """Called before a sequence: allows captures again if the last failure was `is_passing`."""
-        if self._is_passing:
-            self.why_not, self._is_passing = None, False
-
-    def run(
-        self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor] = (), falls_back: bool = False
-    ) -> None:
-        """Replay the graph of `key`, captured first if missing. `changes`: tensors that the function reads and then
-        changes; restored after a capture. A failed capture raises, or with `falls_back` runs the function."""
+    def run(self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor] = ()) -> None:
+        """Replay the graph of `key`, captured first if missing; `CannotCaptureError` if that fails. `changes`: tensors
+        that the function reads and then changes; restored after a capture."""
         if key not in self._graphs:
-            if self.why_not is not None:
-                return function()
-            try:
-                self._add(key, function, changes)
-            except CannotCaptureError as error:
-                if not falls_back:
-                    raise
-                self.why_not, self._is_passing = str(error), error.is_passing
-                return function()
-        return self._graphs[key][0].replay()
+            self._add(key, function, changes)
+        self._graphs[key][0].replay()
 
     def _add(self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor]) -> None:
         with capture_lock:
             begin, before = time.perf_counter(), self._reserved()
             if len(self._graphs) >= MOST_GRAPHS:
-                self.family.clear()
+                self.clear()
             self._graphs[key] = self._capture(function, changes), function
             self.seconds += time.perf_counter() - begin
-            self._bytes[key] = max(self._reserved() - before, 0)
+            self.num_bytes += max(self._reserved() - before, 0)
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
@@ -179,7 +140,7 @@ class Graphs:
         """A graph of `counted`, checked by one replay, which must add one to `ran`."""
         token = _capturing.set(True)
         try:
-            graph = captured(counted, restore, self.family)
+            graph = captured(counted, restore, self)
             restore()
             ran.zero_()
             graph.replay()
@@ -187,7 +148,7 @@ class Graphs:
                 raise CannotCaptureError("its graph is empty")
             return graph
         except Exception:
-            self.family.clear()  # the failed graph may have freed their workspace
+            self.clear()  # the failed graph may have freed their workspace
             raise
         finally:
             _capturing.reset(token)
@@ -196,25 +157,19 @@ class Graphs:
         """The `CannotCaptureError` of an exception during a capture."""
         if isinstance(error, CannotCaptureError):
             return error
-        lines = str(error).strip().splitlines() or [""]
-        is_passing = is_out_of_memory(error)
-        if not is_passing and "captur" in str(error):
+        reason = str(error).strip()
+        is_passing = isinstance(error, torch.OutOfMemoryError) or "out of memory" in reason or "ALLOC_FAILED" in reason
+        if not is_passing and "captur" in reason:
             self._failed += 1
             is_passing = self._failed < MOST_TRIES
-        return CannotCaptureError(f"{type(error).__name__}: {lines[0]}", is_passing)
+        first_line = reason.partition("\n")[0]
+        return CannotCaptureError(f"{type(error).__name__}: {first_line}", is_passing)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether PyTorch or another library reports that device memory is exhausted."""
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        each in str(error) for each in ("out of memory", "ALLOC_FAILED")
-    )
-
-
-def captured(function: Callable[[], None], restore: Callable[[], None], family: Family) -> torch.cuda.CUDAGraph:
-    """Warm up a function and capture it as a CUDA graph; `restore` undoes the changes of a run."""
-    stream: Any = family.stream
-    before = torch.cuda.current_stream(family.device)
+def captured(function: Callable[[], None], restore: Callable[[], None], graphs: Graphs) -> torch.cuda.CUDAGraph:
+    """Warm up a function and capture it as a CUDA graph beside `graphs`; `restore` undoes the changes of a run."""
+    stream: Any = graphs.stream
+    before = torch.cuda.current_stream(graphs.device)
     stream.wait_stream(before)
     graph = torch.cuda.CUDAGraph()
     try:
@@ -225,7 +180,7 @@ def captured(function: Callable[[], None], restore: Callable[[], None], family: 
         before.wait_stream(stream)
         # "thread_local": other threads neither end up in the capture nor make it fail. Not on PyTorch's default stream
         # for captures, which belongs to the first device on which the process captured.
-        with torch.cuda.graph(graph, pool=family.pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=graphs.pool, stream=stream, capture_error_mode="thread_local"):
             function()
     finally:
         torch.cuda.set_stream(before)  # after a failed capture PyTorch stays on the capture's stream

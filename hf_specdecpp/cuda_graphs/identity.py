@@ -160,13 +160,10 @@ class ObjectWalk:
         if kind in BUILTIN:
             return
         self._note("class", kind)
-        fields = self._fields(each)
-        if package_of(kind) in sys.stdlib_module_names - HOLDERS or isinstance(each, ModuleType):
-            if not has_content:
-                self.found.append(SameObject(each))
-        elif fields or has_content or package_of(kind) == OURS:
-            self._all(fields.items())
-        else:
+        is_connected = package_of(kind) in sys.stdlib_module_names - HOLDERS or isinstance(each, ModuleType)
+        fields = {} if is_connected else self._fields(each)
+        self._all(fields.items())
+        if not (fields or has_content or package_of(kind) == OURS):
             self.found.append(SameObject(each))  # its content is unknown
 
     def _content(self, each: Any) -> bool:

@@ -15,11 +15,16 @@ from hf_specdecpp.sampling.randomness import exponential
 from hf_specdecpp.trees.verification import Verification, acceptance_of, or_p, sibling_tests
 
 
+def rows_at(each: Tensor, places: Tensor) -> Tensor:
+    """`[texts, m, size]`: the rows of `each` `[texts, n, size]` at the indices `places` `[texts, m]`."""
+    return each.gather(1, places[..., None].expand(-1, -1, each.shape[-1]))
+
+
 def draw_next(weights: Tensor, last: Tensor) -> Tensor:
     """Tokens `[texts]` after the nodes `last` `[texts]`, drawn in proportion to `weights` `[texts, nodes + 1, vocab]`;
     -1 if the weights are NaN or all 0."""
-    of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
-    first = (of_last / exponential(*of_last.shape, device=weights.device)).max(-1)
+    of_last = rows_at(weights, last[:, None])[:, 0]
+    first = (of_last / exponential(*of_last.shape, device=of_last.device)).max(-1)
     return torch.where(first.values > 0.0, first.indices, -1)
 
 

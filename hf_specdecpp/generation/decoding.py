@@ -96,13 +96,13 @@ class GraphsFailedError(RuntimeError):
     """A part of a round cannot be captured, or memory runs out; raised before the round is verified.
 
     Attributes:
-        why_not_draft: why the draft can never be captured, or `None`.
+        lasting: the reason if a later call cannot capture the part either, or `None`.
         is_memory: whether memory ran out.
     """
 
-    def __init__(self, reason: str, why_not_draft: str | None = None) -> None:
+    def __init__(self, reason: str, lasting: str | None = None) -> None:
         super().__init__(reason)
-        self.why_not_draft, self.is_memory = why_not_draft, reason.startswith(MEMORY)
+        self.lasting, self.is_memory = lasting, reason.startswith(MEMORY)
 
 
 class TargetSide(RoundTarget):

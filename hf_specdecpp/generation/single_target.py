@@ -279,7 +279,6 @@ class SingleTarget(TargetSide):
     def copy_prompts(self, passes: CapturedTarget) -> None:
         context = self.context
         self.time_one_token()  # a pass without graphs, to compare speeds with
-        passes.watch(self.generator.setup.drafter.reads)
         shown = None if context.shown is None else context.shown[None]
         passes.begin_texts(context.cache, context.rows, shown, context.position)
 

@@ -60,8 +60,8 @@ class SpeculationStats:
             GPU, and on a CPU without large layers.
         preparing_seconds: seconds of `compared_passes`, and of making or checking copies of weights.
         state_bytes: memory for recurrent states, which are restored after a rejection.
-        graphs, graph_seconds, graph_bytes: number of CUDA graphs of this call's kinds of passes and rounds, captured in
-            it or before; seconds of their capture; memory of all graphs of the target, with their caches and q.
+        graphs, graph_seconds, graph_bytes: number of CUDA graphs of the target's passes and rounds, captured in this
+            call or before; seconds of all captures; memory of the graphs, with their caches and q.
         uncaptured: why passes or rounds were not captured as CUDA graphs; `None` if they were, or if graphs are off.
         last_tree: the latest verified tree with candidates; `str()` draws it. `None` for chains.
         branched_tree: the tree with the most nodes that have several children; if equal, the largest.

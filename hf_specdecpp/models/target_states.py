@@ -82,6 +82,10 @@ class TargetStates:
         """Set the states `[1, n, size]` of a pass captured as a CUDA graph, in the order of `reads`."""
         self._caught = [[each] for each in states]
 
+    def latest(self) -> list[Tensor]:
+        """The captured states `[rows, n, size]` of the latest pass, in the order of `reads`."""
+        return [caught[-1] for caught in self._caught]
+
     def requesting(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """`model_kwargs`, plus the request to return the states if the target is compiled."""
         if not self._numbers or model_kwargs.get("output_hidden_states"):  # all of them

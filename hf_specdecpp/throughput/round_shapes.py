@@ -88,9 +88,9 @@ class RuleShapes:
     Example: if the rule stops after 2.3 candidates on average, chains of 3; after some rounds without a stop, of 5.
     """
 
-    def __init__(self, shapes: list[RoundShape], given: Sequence[RoundShape] = ()) -> None:
-        self.shapes, self.given = shapes, given
-        self._expected = float(min(FIRST, shapes[-1].levels) - 1)
+    def __init__(self, shapes: Sequence[RoundShape]) -> None:
+        self.shapes, self.given = _by_origin(shapes)
+        self._expected = float(min(FIRST, self.shapes[-1].levels) - 1)
 
     def choose_shape(self, lookups: Sequence[LookingUp] = ()) -> RoundShape:
         """The shape of the next round. `lookups`: of each sequence, or none."""
@@ -120,15 +120,16 @@ class FastestShapes:
     expected to generate 2.8 tokens now, so the tree is expected to generate 4.5 / 3.6 * 2.8 = 3.5.
 
     Attributes:
+        shapes, given: the shapes of drafted and of looked-up rounds, each by size.
         rates: acceptance of the chains of a sequence; set before each sequence.
         gains: for each shape of a tree a ledger whose `rate` is this gain (seconds are tokens of first branches).
     """
 
     rates: AcceptanceRates
 
-    def __init__(self, shapes: list[RoundShape], seconds: RoundSeconds, given: Sequence[RoundShape] = ()) -> None:
-        self.shapes, self.given, self.seconds = shapes, given, seconds
-        self.gains: dict[RoundShape, Ledger] = {}
+    def __init__(self, shapes: Sequence[RoundShape]) -> None:
+        self.shapes, self.given = _by_origin(shapes)
+        self.seconds, self.gains = RoundSeconds(), dict[RoundShape, Ledger]()
         self._trees = [shape for shape in shapes if shape.width > 1]
         self._deepest = max(shape.levels for shape in shapes)
         self._probing: list[RoundShape] = []
@@ -178,6 +179,11 @@ class FastestShapes:
         if shape.width > 1:
             of_all = self.gains.setdefault(shape, Ledger(RECENT, trusted=0.0))
             of_all.record_round(sum(len(each.path) + 1 for each in reports), sum(firsts) + len(reports))
+
+
+def _by_origin(shapes: Sequence[RoundShape]) -> tuple[list[RoundShape], list[RoundShape]]:
+    """The shapes of drafted rounds, and those of looked-up rounds."""
+    return [shape for shape in shapes if not shape.given], [shape for shape in shapes if shape.given]
 
 
 ShapeChooser: TypeAlias = RuleShapes | FastestShapes

@@ -17,7 +17,7 @@ from support.targets.models import assistant_for, assistant_of, quiet_later_laye
 from torch import Tensor, nn
 
 from hf_specdecpp.caches.masks import Nodes
-from hf_specdecpp.cuda_graphs import captured_draft
+from hf_specdecpp.cuda_graphs import captured_draft, on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules
 from hf_specdecpp.cuda_graphs.fixed_cache import pass_inputs
 from hf_specdecpp.drafting import drafter as model_steps
@@ -124,7 +124,7 @@ JUDGE = AcceptanceHead.estimate_siblings
         (RoundRules, "head_of_slots", None),
         (AcceptanceHead, "estimate_siblings", told_of_q),
         (AcceptanceHead, "estimate_siblings", told_of_no_siblings),
-        (captured_draft, "slot_values", lambda values, chances: values[..., None].expand_as(chances)),
+        (on_device, "slot_values", lambda values, chances: values[..., None].expand_as(chances)),
         (CapturedDraft, "calibrate", lambda *_: None),
         (CapturedDraft, "_calibrated", lambda _, estimates: estimates),
     ],

@@ -11,13 +11,13 @@ from support.devices.pretend_graph import direct_graphs, pretend_graphs
 from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
 from transformers import DynamicCache
 
+from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.cuda_graphs import captured_target, fixed_cache
 from hf_specdecpp.cuda_graphs.fixed_cache import (
     Budget,
     FixedCache,
     FixedContext,
     capacity_for,
-    rows_for,
     windows_of,
     with_rows,
 )
@@ -37,7 +37,8 @@ def test_rooms_double_and_then_grow_by_equal_parts(tokens: int, room: int) -> No
 
 
 def test_batches_have_few_sizes() -> None:
-    assert [rows_for(texts) for texts in (1, 2, 3, 5, 8, 9, 17, 32)] == [1, 2, 4, 8, 8, 16, 32, 32]
+    rows = {1: 1, 2: 2, 3: 4, 5: 8, 8: 8, 9: 16, 17: 32, 32: 32}
+    assert {texts: len(with_rows(torch.zeros(texts, 1))) for texts in rows} == rows
     assert with_rows(torch.tensor([[3, 4, 5]]), dim=1).tolist() == [[3, 4, 5, 5]]
 
 
@@ -214,6 +215,11 @@ def test_a_day_of_a_server(requests: int, longest: int, most: int, captures: lis
     assert len(captures) <= most
 
 
+def as_many_rows(count: int) -> int:
+    """A mutant: caches have as many rows as there are sequences, up to eight. Their other sizes stay."""
+    return count if count <= 8 else width_of(count)
+
+
 @pytest.mark.takes(10)
 @pytest.mark.parametrize("mutant", ["numbers", "rows", "budget"])
 def test_a_server_without_bounds_is_noticed(mutant: str, captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +227,7 @@ def test_a_server_without_bounds_is_noticed(mutant: str, captures: list[Any], mo
         monkeypatch.setattr("hf_specdecpp.sampling.processors.Processing.with_contents", lambda processing: processing)
     elif mutant == "rows":
         for module in ("cuda_graphs.fixed_cache", "generation.captured.entering"):
-            monkeypatch.setattr(f"hf_specdecpp.{module}.rows_for", lambda texts: texts)
+            monkeypatch.setattr(f"hf_specdecpp.{module}.width_of", as_many_rows)
     else:
         monkeypatch.setattr(Budget, "make_room", lambda *_: None)
         monkeypatch.setattr(fixed_cache, "free_bytes", lambda _: 4 * 1_000_000)

@@ -92,7 +92,7 @@ def test_a_capture_beside_others_is_not_tried_for_ever(pretended: Counter[str]) 
 def test_what_failed_in_the_middle_of_a_text_is_tried_in_the_next(
     pretended: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text goes on in its rooms, uncaptured: here from the pass in a room of 512 on."""
+    """The text goes on uncaptured: here from the round on that needs a room of 512."""
     target = small()
     assistant = assistant_of("early_exit", target, **CHAIN)
     plain = generate(target, None, 248, max_new_tokens=8)

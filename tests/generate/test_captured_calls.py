@@ -192,7 +192,7 @@ def test_a_width_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> Non
     plain, capture = generate(target, None), Graphs._capture
 
     def fails(graphs: Any, function: Any, changes: Any) -> Any:
-        if len(graphs) > 1:
+        if len(graphs) > 0:
             raise CannotCaptureError("OutOfMemoryError: no memory")
         return capture(graphs, function, changes)
 

@@ -18,7 +18,7 @@ from support.targets.watchers import Collector
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor
 
-from hf_specdecpp.cuda_graphs import captured_draft, on_device
+from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.estimation.estimators import AcceptanceRates
 
 MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"
@@ -171,8 +171,8 @@ def test_a_drafts_nan_changes_nothing(name: str, captured: bool, greedy: bool) -
 
 
 def submits_what_was_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = captured_draft.num_drawn
-    monkeypatch.setattr(captured_draft, "num_drawn", lambda weights, greedy: count(torch.ones_like(weights), greedy))
+    count = on_device.num_drawn
+    monkeypatch.setattr(on_device, "num_drawn", lambda weights, greedy: count(torch.ones_like(weights), greedy))
 
 
 def test_an_estimate_of_what_was_not_drawn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def tokens_a_second(most: FastestShapes, texts: Texts, step: float) -> float:
 
 def throughput(step: float = 0.55) -> FastestShapes:
     shapes = [*chains_up_to(15), *TREES]
-    most = FastestShapes(shapes, RoundSeconds())
+    most = FastestShapes(shapes)
     most.seconds.time(shapes, lambda shape: seconds_of(shape, step))
     most.rates = AcceptanceRates()
     return most
@@ -150,7 +150,7 @@ def test_seconds_of_lookups_are_no_seconds_of_drafts() -> None:
 
 def test_lookups_are_taken_where_more_tokens_a_second_are_expected() -> None:
     """A pass of 4 ms, 1 ms a drafted candidate, 0.1 ms a looked-up one: 0.25 tokens a millisecond without any."""
-    most = FastestShapes([RoundShape(0), RoundShape(3)], RoundSeconds(), GIVEN)
+    most = FastestShapes([RoundShape(0), RoundShape(3), *GIVEN])
     most.seconds.time([*most.shapes, *GIVEN], lambda shape: 4.0 + shape.levels + 0.1 * shape.given)
     most.rates = AcceptanceRates()
     drafted = max(most.rates.expected_tokens(3)[3] / 7.0, 0.25)
@@ -168,7 +168,7 @@ def test_lookups_are_taken_where_more_tokens_a_second_are_expected() -> None:
 
 
 def test_a_rule_looks_up_what_half_of_the_rows_would() -> None:
-    rule = RuleShapes([RoundShape(4)], GIVEN)
+    rule = RuleShapes([RoundShape(4), *GIVEN])
     counts = {(): 0, (0,): 0, (2,): 3, (4,): 7, (20,): 12, (0, 2): 3, (0, 0, 2): 0, (0, 2, 5): 3}
     for each, given in counts.items():
         shape = rule.choose_shape([lookups(count=count) for count in each])

@@ -38,7 +38,7 @@ class BatchTarget(TargetSide):
         self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
         super().__init__(model, texts, config)
-        self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
+        self.texts = list(texts)
         self.model_kwargs = self.states.requesting(model_kwargs)
         self.context = BatchContext(model, cache_among(model_kwargs), len(texts))
         self.ended_rows: dict[int, Any] = {}  # keys and values of rows that have left, by index
@@ -68,7 +68,6 @@ class BatchTarget(TargetSide):
         return self.model_kwargs
 
     def copy_prompts(self, passes: CapturedTarget) -> None:
-        passes.watch(self.generator.setup.drafter.reads)
         passes.begin_texts(self.context.cache, self.context.valid.shape[1], self.context.valid, self.positions[:, None])
 
     def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
@@ -89,7 +88,7 @@ class BatchTarget(TargetSide):
 
     def save_row(self, text: OutputText, keys_values: Callable[[], Any]) -> None:
         if self.carries_cache:
-            self.ended_rows[self.places[id(text)]] = keys_values()
+            self.ended_rows[self.texts.index(text)] = keys_values()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
         """Remove masked columns from the cache if they are many. Until a row has ended, also call `time_plain_pass`."""
@@ -181,7 +180,7 @@ class BatchTarget(TargetSide):
         count = num_candidates + 1
         stored = self.context.valid[place].clone()
         stored[stored.shape[0] - fed + count :] = False
-        shown = functional.pad(self.prompt_mask[self.places[id(each.text)]], (0, further + num_candidates), value=True)
+        shown = functional.pad(self.prompt_mask[self.texts.index(each.text)], (0, further + num_candidates), value=True)
         rows = []
         for layer in attentions:
             row = layer.new_zeros(*layer.shape[:2], count, len(shown))
@@ -295,29 +294,28 @@ class InStep(AssistedDecoding):
         self.processors = processors
 
     def _finish_round(self, rounds: list[Round]) -> None:
-        walks = {}
+        walks = []
         for each in rounds:
-            logits = each.outputs.logits[0, -len(each.tree) - 1 :]
-            each.text.record_corrections(each.rows, logits)
-            walks[id(each.text)] = Walk(each.text, each.rows, logits)
-        going = list(walks.values())
+            each.text.record_corrections(each.rows, each.outputs.logits[0])
+            walks.append(Walk(each.text, each.rows, each.outputs.logits[0]))
+        going = walks
         while going:
             for walk, scores in zip(going, self._process(walks, going), strict=True):
                 walk.choose(scores)
-            if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks.values()):
+            if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks):
                 break  # rows that continue after their end do so only until all rows have ended
             if any(walk.node is None and not (walk.ended and self.side.pads) for walk in going):
                 break
             going = [walk for walk in going if walk.node is not None]
-        for each in rounds:
-            each.result, each.is_verified = walks[id(each.text)].result, True
+        for each, walk in zip(rounds, walks, strict=True):
+            each.result, each.is_verified = walk.result, True
         super()._finish_round(rounds)
 
-    def _process(self, walks: dict[int, Walk], going: list[Walk]) -> list[Tensor]:
+    def _process(self, walks: list[Walk], going: list[Walk]) -> list[Tensor]:
         """The processed scores `[vocab]` of the rows `going`. As in plain generation, processors get all rows: ended
         rows are padded, and their scores, which are not used, are 0."""
-        places = [place for place, text in enumerate(self.texts) if walks.get(id(text)) in going]
-        texts = [walks[id(text)].ids if id(text) in walks else text.ids for text in self.texts]
+        places, latest = [self.texts.index(walk.text) for walk in going], {walk.text: walk.ids for walk in walks}
+        texts = [latest.get(text, text.ids) for text in self.texts]
         length, pad = going[0].ids.shape[1], self.side.config._pad_token_tensor
         value = 0 if pad is None else int(pad)
         ids = [functional.pad(each, (0, length - each.shape[1]), value=value) for each in texts]

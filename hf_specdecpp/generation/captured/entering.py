@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.caches.masks import why_not_in_place
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
@@ -18,7 +19,7 @@ from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, R
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.fixed_cache import rows_for, why_not_copied, windows_of
+from hf_specdecpp.cuda_graphs.fixed_cache import why_not_copied, windows_of
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
@@ -39,7 +40,6 @@ from hf_specdecpp.throughput.round_shapes import (
     SPARE,
     TREES,
     FastestShapes,
-    RoundSeconds,
     RuleShapes,
     chains_up_to,
     lookups_up_to,
@@ -84,11 +84,11 @@ def _parts(
         is_busy, passes.busy = passes.busy, True
     if is_busy:
         return "another text is using the captured passes of this target"
-    shapes, given = ([], []) if not_whole is not None else _shapes_of(texts)
+    shapes = [] if not_whole is not None else _shapes_of(texts)
     try:
-        if (reason := _copy_and_compare(passes, usual, texts, shapes + given)) is not None:
+        if (reason := _copy_and_compare(passes, usual, texts, shapes)) is not None:
             return reason
-        own = _graph_drafts(texts, passes, shapes, given) if shapes else None
+        own = _graph_drafts(texts, passes, shapes) if shapes else None
         is_entered = True
     except torch.OutOfMemoryError as error:
         passes.close()
@@ -107,9 +107,8 @@ def _copy_and_compare(
     passes: CapturedTarget, usual: TargetSide, texts: Sequence[OutputText], shapes: list[RoundShape]
 ) -> str | None:
     """Copy the prompts to `passes`, and compare passes with the target's own. Returns why `passes` cannot be used."""
-    passes.graphs.begin_text()
-    if passes.why_not is not None or passes.graphs.why_not is not None:
-        return passes.why_not or f"its pass cannot be captured ({passes.graphs.why_not})"
+    if passes.why_not is not None:
+        return passes.why_not
     widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes in whole rounds
     if not needs_whole_rounds(usual):
         widths |= set(pass_widths(usual.generator.setup.most_tokens))
@@ -117,6 +116,7 @@ def _copy_and_compare(
     passes.expected = int(further) + 2 * max(widths) + SPARE if isfinite(further) else 0
     passes.context.set_width(max(widths))
     try:
+        passes.watch(usual.generator.setup.drafter.reads)
         usual.copy_prompts(passes)
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
     except torch.OutOfMemoryError:
@@ -129,9 +129,7 @@ def _copy_and_compare(
     return passes.why_not
 
 
-def _graph_drafts(
-    texts: Sequence[OutputText], passes: CapturedTarget, shapes: list[RoundShape], given: list[RoundShape]
-) -> GraphDrafts:
+def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: list[RoundShape]) -> GraphDrafts:
     """The drafts of captured whole rounds; graphs of earlier calls are reused (`CapturedTarget.rounds`)."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
@@ -145,29 +143,28 @@ def _graph_drafts(
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
-    rows = rows_for(len(texts))
-    key = steps.key, *shapes, *given, greedy, steps.vocab_size, rows, fits
+    rows = width_of(len(texts))
+    key = steps.key, *shapes, greedy, steps.vocab_size, rows, fits
     known = passes.rounds
     if key not in known:
         if len(known) >= MOST_KEPT:
-            passes.graphs.family.clear()  # graphs cannot be freed one by one
+            passes.graphs.clear()  # graphs cannot be freed one by one
             known.clear()
-        spare = SPARE * (speculation.rule == "throughput") + 2 * sum(shape.nodes for shape in given[-1:])
-        draft = CapturedDraft(steps, shapes + given, rows, spare, passes.context, greedy)
-        known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds(), given)
+        spare = SPARE * (speculation.rule == "throughput") + 2 * max(shape.given for shape in shapes)
+        draft = CapturedDraft(steps, shapes, rows, spare, passes.context, greedy)
+        known[key] = CapturedRounds(passes, draft), FastestShapes(shapes)
     rounds, fastest = known[key]
     if speculation.rule == "throughput":
         fastest.rates = generator.learned_rates()
         return GraphDrafts(texts, rounds, rules, fastest)
-    follows = speculation.rule == "threshold" and not speculation.draws_trees
-    return GraphDrafts(texts, rounds, rules, RuleShapes(shapes if follows else shapes[-1:], given))
+    return GraphDrafts(texts, rounds, rules, RuleShapes(shapes))
 
 
-def _shapes_of(texts: Sequence[OutputText]) -> tuple[list[RoundShape], list[RoundShape]]:
-    """The shapes of drafted rounds and those of looked-up rounds that the settings allow, each list by size."""
+def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:
+    """The shapes of rounds that the settings allow: those of drafted rounds by size, then those of looked-up rounds."""
     setup = texts[0].generator.setup
     given = lookups_up_to(setup.decisions.lookup_tokens) if setup.speculation.lookup else []
-    return _drafted_shapes(texts), given
+    return _drafted_shapes(texts) + given
 
 
 def _drafted_shapes(texts: Sequence[OutputText]) -> list[RoundShape]:
@@ -241,8 +238,7 @@ def _why_no_tree(speculation: SpeculationConfig, decisions: Decisions, steps: Ro
     """The reason why trees with these settings cannot be grown on the device; else `None`."""
     if speculation.tree != "dyspec":
         return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
-    fitting = [shape for shape in TREES if shape.levels <= min(decisions.tree_depth, steps.most)]
-    budgets = [shape.nodes for shape in fitting]
+    budgets = [shape.nodes for shape in TREES if shape.levels <= min(decisions.tree_depth, steps.most)]
     if decisions.tree_threshold or speculation.tree_budget not in budgets:
         listed = " or ".join(map(str, budgets)) or "none of this depth"
         return f"trees that are grown on the device have {listed} candidates, and no threshold"

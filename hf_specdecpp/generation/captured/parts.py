@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 from hf_specdecpp.trees.verification import as_float32
 
 logger: Any = logging.get_logger("hf_specdecpp")
-T = TypeVar("T")
 
 
 class GraphDrafts(Drafts):
@@ -77,7 +76,7 @@ class GraphDrafts(Drafts):
                 self.chooser.seconds.time(shapes, partial(self.rounds.time, process=self.process))
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
-        attempt(partial(self._propose, texts), of_draft=True)
+        attempt(partial(self._propose, texts), "a round")
         return [self.placeholder] * len(texts)
 
     def _propose(self, texts: Sequence[OutputText]) -> None:
@@ -135,8 +134,6 @@ class GraphTarget(RoundTarget):
         drafts, usual: the drafts and the target without graphs, used after failures.
     """
 
-    rounds: Sequence[CapturedRounds] = ()
-
     def __init__(self, texts: Sequence[OutputText], passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         self.texts, self.passes, self.drafts, self.usual = list(texts), passes, drafts, usual
 
@@ -144,19 +141,11 @@ class GraphTarget(RoundTarget):
         return self.usual.are_unfinished(texts)
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
-        self.warn(failure)
+        record_reason(self.texts, str(failure), f"step by step: {failure}")
         if failure.is_memory:
             self.passes.close()
         self.leave(texts)
         return self.drafts, self.usual
-
-    def warn(self, failure: GraphsFailedError) -> None:
-        """Record the failure. Warn once, or let the draft give up (`Draft.give_up`) if it can never be captured."""
-        record_reason(self.texts, str(failure), f"step by step: {failure}")
-        if failure.why_not_draft is not None:
-            self.usual.generator.setup.drafter.give_up(failure.why_not_draft)
-        else:
-            warn(self.usual, str(failure))
 
     def leave(self, texts: Sequence[OutputText] = ()) -> None:
         try:
@@ -169,17 +158,10 @@ class GraphTarget(RoundTarget):
 
     def _count(self, stats: SpeculationStats) -> None:
         """Record number, seconds and memory of the graphs in `stats`."""
-        passes = self.passes
-        made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
-        stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
-        kept = [rounds for rounds, _ in passes.rounds.values()]
-        memory = [passes.graphs, *(rounds.graphs for rounds in kept), *passes.budget.owners]
-        drawn = sum(rounds.draft.q.nbytes for rounds in kept if rounds.draft.q is not None)
-        stats.graph_bytes = sum(each.num_bytes for each in memory) + drawn
-        for each in made:
-            if each.why_not and stats.uncaptured is None:
-                what = "its pass" if each is passes.graphs else "a round"
-                stats.uncaptured = f"{what} cannot be captured ({each.why_not})"
+        made = self.passes.graphs
+        stats.graphs, stats.graph_seconds = len(made), made.seconds
+        of_q = [rounds.draft.q.nbytes for rounds, _ in self.passes.rounds.values() if rounds.draft.q is not None]
+        stats.graph_bytes = made.num_bytes + sum(of_q) + sum(owner.num_bytes for owner in self.passes.budget.owners)
 
 
 class RoundGraphs(GraphTarget):
@@ -191,7 +173,7 @@ class RoundGraphs(GraphTarget):
 
     def __init__(self, graph_drafts: GraphDrafts, passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         super().__init__(graph_drafts.texts, passes, drafts, usual)
-        self.graph_drafts, self.rounds = graph_drafts, [graph_drafts.rounds]
+        self.graph_drafts = graph_drafts
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
         if any(text.is_rewritten for text in texts):
@@ -221,10 +203,14 @@ class RoundGraphs(GraphTarget):
                 text.generator.stop_drafting()
             else:
                 text.generator.restart_draft()
+        if failure.lasting is not None:
+            self.usual.generator.setup.drafter.give_up(failure.lasting)  # which warns
+        else:
+            warn(self.usual, str(failure))
         if failure.is_memory:
             self.graph_drafts.rounds.draft.close()
         elif not needs_whole_rounds(self.usual):
-            self.warn(failure)
+            record_reason(self.texts, str(failure), f"step by step: {failure}")
             return with_captured_passes(self.texts, self.passes, self.usual)
         return super().after_failure(failure, texts)
 
@@ -253,7 +239,13 @@ class PassGraphs(GraphTarget):
     usual: SingleTarget
 
     def read(self, rounds: Sequence[Round]) -> None:
-        attempt(partial(self._read, *rounds))
+        attempt(partial(self._read, *rounds), "its pass")
+
+    def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
+        if failure.lasting is not None:
+            self.passes.why_not = str(failure)
+        warn(self.usual, str(failure))
+        return super().after_failure(failure, texts)
 
     def _read(self, each: Round) -> None:
         tokens, tree, relations, each.width = each.text.ids[:, -1:], each.tree, None, width_of(len(each.tree) + 1)
@@ -279,17 +271,16 @@ def with_captured_passes(
     return drafts, PassGraphs(texts, passes, drafts, usual)
 
 
-def attempt(part: Callable[[], T], of_draft: bool = False) -> T:
-    """Run `part` (of the draft, if `of_draft`); `GraphsFailedError` if it cannot be captured, or memory runs out."""
-    why_not_draft = None
+def attempt(part: Callable[[], None], name: str) -> None:
+    """Run a part of a round with this name; `GraphsFailedError` if it cannot be captured, or memory runs out."""
+    lasting = None
     try:
         return part()
     except graphs.CannotCaptureError as error:
-        reason = f"a round cannot be captured ({error})"
-        why_not_draft = str(error) if of_draft and not error.is_passing else None
+        reason, lasting = f"{name} cannot be captured ({error})", None if error.is_passing else str(error)
     except torch.OutOfMemoryError as error:
         reason = memory_ended(error)
-    raise GraphsFailedError(reason, why_not_draft)  # after the handlers, whose exceptions keep memory alive
+    raise GraphsFailedError(reason, lasting)  # after the handlers, whose exceptions keep memory alive
 
 
 def memory_ended(error: torch.OutOfMemoryError) -> str:

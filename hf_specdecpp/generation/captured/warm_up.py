@@ -52,21 +52,20 @@ class WarmUpDecoding(AssistedDecoding):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.text = self.texts[0]
-        self.text.max_length, self.text.eos, self.text.all_simple = float("inf"), set(), True  # the sequence never ends
-        self.generator = self.text.generator
-        self.most = self.generator.setup.most_tokens
+        (text,) = self.texts
+        text.max_length, text.eos, text.all_simple = float("inf"), set(), True  # the sequence never ends
+        self.most = self.side.generator.setup.most_tokens
 
     def _make_rounds(self) -> None:
         target = self.target
         if not isinstance(target, GraphTarget):
             raise ValueError(
                 f"Nothing can be captured here, so there is nothing to warm up. Of {type(self.side.model).__name__}: "
-                f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}."
+                f"{self.texts[0].stats.uncaptured or 'SpeculationConfig.graphs is off'}."
             )
         if isinstance(drafts := self.drafts, GraphDrafts):
             drafts.begin_texts()
-        self.generator.times = None  # seconds of these rounds are not typical
+        self.side.generator.times = None  # seconds of these rounds are not typical
         further = 2 * width_of(self.most + 1) + SPARE
         capacity = MIN_CAPACITY
         while capacity <= capacity_for(self.side.config.max_length + further):
@@ -86,7 +85,7 @@ class WarmUpDecoding(AssistedDecoding):
         for width in pass_widths(self.most):
             if width <= min(capacity - passes.context.num_tokens, MOST_CANDIDATES + 1):
                 places = torch.arange(width, device=passes.device)
-                as_tree = width > 1 and self.generator.method.for_trees
+                as_tree = width > 1 and self.side.generator.method.for_trees
                 passes.read(places[None] * 0, (places <= places[:, None], places) if as_tree else None)
                 if as_tree:
                     passes.move(places)
