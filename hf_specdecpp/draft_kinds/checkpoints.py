@@ -189,6 +189,20 @@ def build(
     return model.eval().requires_grad_(False)
 
 
+def own_modules(named: Mapping[str, Tensor], count: int | None, vocab_size: int | None) -> dict[str, Any]:
+    """Return the settings `draft_vocab_size`, `own_embeddings` and `own_head` of a draft with these tensors, by name in
+    the module. `count`: its number of tokens in the config, `None` if not given: then it has as many as its head."""
+    head = named.get("lm_head.weight")
+    if count is None and head is not None and head.dim():
+        count = head.shape[0]
+    is_reduced = count not in (None, vocab_size)
+    return {
+        "draft_vocab_size": count if is_reduced else None,
+        "own_embeddings": any(name.endswith("embed_tokens.weight") for name in named),
+        "own_head": head is not None or is_reduced,  # the target's head has all tokens
+    }
+
+
 def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int, source: str) -> Tensor | None:
     """Take the tensors `d2t` and `t2d` out of `named`, and return the target's ids of the draft's tokens,
     `[draft_vocab_size]`; `None` if the draft has all tokens, or `d2t` is on the meta device. `ValueError` if the

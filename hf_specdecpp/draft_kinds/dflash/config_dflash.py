@@ -88,7 +88,7 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
     checkpoints.refuse_other_types(raw, kind)
     is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
     layers = checkpoints.mapping(raw, "transformer_layer_config") if is_nested else raw
-    own = checkpoints.mapping(raw, "dflash_config")
+    own = nested(raw)
     given: Any = {**raw, **own}
     layer, has_other_windows = _layer(layers, given, is_theirs)
     ids = given.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
@@ -114,6 +114,11 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
         num_target_layers=given.get("num_target_layers"),
         draft_vocab_size=raw.get("draft_vocab_size"),
     )
+
+
+def nested(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields within `dflash_config` and `dspark_config`, which override those at the top level."""
+    return {**checkpoints.mapping(raw, "dflash_config"), **checkpoints.mapping(raw, "dspark_config")}
 
 
 def usual_reads(depth: Any, num_layers: int) -> list[int] | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, target_of
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, own_modules, target_of
 from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, DFlashSettings, read_settings
 from hf_specdecpp.draft_kinds.dflash.exporting_dflash import write_dspark
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
@@ -21,8 +21,6 @@ from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
 from hf_specdecpp.models.target_states import FINAL
 from hf_specdecpp.serving import Destination, Exported
-
-Settings = TypeVar("Settings", bound=DFlashSettings)
 
 ORIGINAL = {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}
 # Patterns from names in a file to names in `DFlashModel`. Example: `encoder.output_norm_enc.weight` becomes
@@ -40,7 +38,6 @@ HEADS = (
     "With a head that is known before a candidate is drawn (specdecpp train --head-only) it is exported as a DSpark "
     "draft; other heads read the candidate or its state, which engines do not have when they ask"
 )
-OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # settings: modules of `DFlashModel`
 
 
 class DFlash(StoredKind):
@@ -82,14 +79,15 @@ class DFlash(StoredKind):
 
     def fields(self, raw: Config) -> dict[str, Any]:
         """Return `target_id` (or `None`), and `vocab_size`, which transformers compares with the target's."""
-        return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
+        return {"target_id": target_of(raw), "vocab_size": self.block_of(raw).layer.get("vocab_size")}
 
-    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-        return self.build(self.settings_of(raw, NAMES.here(tensors, source)), tensors, source)
+    def block_of(self, raw: Config) -> DFlashSettings:
+        """Read the settings of the block from a published config, without its tensors; `ValueError` if damaged."""
+        return read_settings(raw)
 
-    def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DFlashSettings:
-        """Read the settings from a config; the tensors `named`, by name in the module, show which modules there are."""
-        return with_own_modules(read_settings(raw), named)
+    def settings_of(self, raw: Config, named: Mapping[str, Tensor], source: str) -> DFlashSettings:
+        block = self.block_of(raw)
+        return replace(block, **own_modules(named, block.draft_vocab_size, block.layer.get("vocab_size")))
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write a DSpark checkpoint: the published draft, with the head of an assistant (`inputs="path"`)."""
@@ -114,32 +112,21 @@ class DFlash(StoredKind):
             return f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
         return outside(settings.layer.get("vocab_size"), target)
 
-    def bind(self, module: DFlashModel, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        super().bind(module, target, name, dtype)
+    def adapt(self, module: DFlashModel, target: CausalLM) -> None:
         config = target.config.get_text_config(decoder=True)
         # Copies of the target's weights, as in files of `speculators`, are dropped to save memory.
-        shared = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
-        for own_name, part in OWN.items():
-            own, of_target = getattr(module, part), shared[own_name]
-            if own is None or is_quantised(of_target) or own.weight.shape != of_target.weight.shape:
+        theirs = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+        for name, part in theirs.items():
+            own = getattr(module, name)
+            if own is None or is_quantised(part) or own.weight.shape != part.weight.shape:
                 continue
-            if torch.equal(own.weight, of_target.weight.to(own.weight)):
-                setattr(module, part, None)
-                dropped: dict[str, Any] = {own_name: False}
-                module.settings = replace(module.settings, **dropped)
-        settings = module.settings
+            if torch.equal(own.weight, part.weight.to(own.weight)):
+                setattr(module, name, None)
+        module.settings = settings = replace(
+            module.settings, own_embeddings=module.embed_tokens is not None, own_head=module.lm_head is not None
+        )
         if settings.scales_as_target:
             multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
             module.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
         final = config.num_hidden_layers - 1 if settings.reads_normed else None
         module.reader.reads = [FINAL if read == final else read for read in settings.reads]
-
-
-def with_own_modules(settings: Settings, named: Mapping[str, Tensor]) -> Settings:
-    """Return the settings with `own_embeddings` and `own_head` set if `named` has their tensors (names in the module).
-    A draft with fewer tokens than the target always has its own head; with all, `draft_vocab_size` is `None`."""
-    count = settings.draft_vocab_size
-    is_reduced = count not in (None, settings.layer.get("vocab_size"))
-    own = {name: f"{part}.weight" in named for name, part in OWN.items()}
-    own["own_head"] |= is_reduced
-    return replace(settings, draft_vocab_size=count if is_reduced else None, **own)  # type: ignore[arg-type]

@@ -85,23 +85,15 @@ class Eagle3Settings:
         return {name: value for name, value in self.layer.items() if name != "model_type"}
 
 
-def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read arguments of `Eagle3Settings` from a `config.json`, to be completed from the tensors (`settings_of`).
-    `ValueError` if a value is missing or invalid, or belongs to another kind of draft.
-
-    `layer` lacks the number of layers and maybe the type. `num_reads` is 0 if only the target's final state is read;
-    otherwise it is missing.
-
-    Args:
-        overrides: values that replace those of the config (`OVERRIDES`).
-    """
-    overrides = check_overrides(overrides or {})
+def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read arguments of `Eagle3Settings` from a `config.json`, to be `completed` from the tensors; `layer`
+    lacks the number of layers and maybe the type. The mapping `eagle_config` may contain `OVERRIDES`. `ValueError` if a
+    value is missing or invalid, or belongs to another kind of draft."""
     checkpoints.refuse_other_types(raw, "eagle3")
-    is_nested = SPECULATORS in raw
+    is_nested, eagle = SPECULATORS in raw, mapping(raw, "eagle_config")
     inner = mapping(raw, "transformer_layer_config") if is_nested else raw
-    eagle = mapping(raw, "eagle_config")
-    layer = _layer(raw, inner, overrides.get("rope_theta"))
-    given = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # use_aux_norm is an older name
+    layer = _layer(raw, inner, eagle.get("rope_theta"))
+    given = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle}  # use_aux_norm is an older name
     sizes = {
         "state_size": raw.get("target_hidden_size") or layer.get("hidden_size"),
         "draft_vocab_size": raw.get("draft_vocab_size"),
@@ -109,32 +101,37 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     check_numbers({"layer": layer, **sizes})
     needed = {name: layer.get(name) for name in ("vocab_size", "hidden_size")}
     check_values({**sizes, **needed}, {**dict.fromkeys((*sizes, *needed), int), "draft_vocab_size": int | None})
-    outputs = raw.get("target_layer_ids")  # DeepSpec, always outputs of layers
-    ids = outputs or eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
-        raise ValueError(
-            f"{'target_layer_ids' if outputs else 'eagle_aux_hidden_state_layer_ids'}={ids!r} must list layers of the "
-            "target in whole numbers, since the draft reads their outputs. Correct it in config.json, or leave it out "
-            "and say eagle3={'reads': [...]}."
-        )
-    if is_nested and ids and 0 in ids:
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
-            f"hf_specdecpp reads outputs of layers. {checkpoints.INSTEAD}."
-        )
-    reads = overrides.get("reads") or outputs
-    if reads is None and is_nested and ids and ids[0] > 1:  # a first id of 1 may count outputs (converted checkpoints)
-        reads = [each - 1 for each in ids]
-    reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
+    reads_layers = given.get("use_aux_hidden_state") is not False
+    ids, reads = _layers_to_read(raw, eagle, is_nested) if reads_layers else (None, None)
     return {
         **sizes,
         "layer": layer,
         "layer_ids": ids,
         "reads": reads,
-        "own_embeddings": overrides.get("own_embeddings", True),
+        "num_reads": len(ids or range(NUM_USUAL)) if reads_layers else 0,
+        "own_embeddings": eagle.get("own_embeddings", True),
         **{name: given.get(name) or False for name in FLAGS},
-        **({} if reads_states else {"num_reads": 0}),
     }
+
+
+def _layers_to_read(raw: Mapping[str, Any], eagle: Mapping[str, Any], is_nested: bool) -> tuple[Any, Any]:
+    """Return the layer ids of a config (`Eagle3Settings.layer_ids`), and their meaning if certain (`reads`)."""
+    outputs, name = raw.get("target_layer_ids"), "eagle_aux_hidden_state_layer_ids"  # the former: DeepSpec, outputs
+    ids = outputs or eagle.get(name) or raw.get(name)
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
+        raise ValueError(
+            f"{'target_layer_ids' if outputs else name}={ids!r} must list layers of the target in whole numbers, since "
+            "the draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
+        )
+    if is_nested and ids and 0 in ids:
+        raise ValueError(
+            f"{name}={ids}: 0 is the target's embeddings in this dialect, and hf_specdecpp reads outputs of layers. "
+            f"{checkpoints.INSTEAD}."
+        )
+    reads = eagle.get("reads") or outputs
+    if reads is None and is_nested and ids and ids[0] > 1:  # a first id of 1 may count outputs (converted checkpoints)
+        reads = [each - 1 for each in ids]
+    return ids, reads
 
 
 def check_overrides(overrides: Any) -> dict[str, Any]:
@@ -151,7 +148,7 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
     return dict(overrides)
 
 
-def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: Any) -> dict[str, Any]:
     """Return the config of the draft's layers without their number; `ValueError` for an unsupported type of layer.
 
     In a flat config with a Llama architecture, `model_type` and sliding windows may be the target's: windows of an
