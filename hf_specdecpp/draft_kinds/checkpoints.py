@@ -27,7 +27,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 SPECULATORS = "speculators_model_type"  # this field identifies configs of the package speculators
 DEFAULT_THETA = 10000.0  # the default of the original EAGLE code, independent of the target
-INSTEAD = "Load an EAGLE-3 or DFlash draft of this target, or train one of this package (specdecpp train)"
+INSTEAD = "Load an EAGLE-3 or DFlash draft of this target (specdecpp drafts lists some), or train one (specdecpp train)"
 RELATIVES = {  # kinds that are refused, by a part of their name in a config (in lower case)
     "dflash2": "DFlash2 draft (DFlash with grouped dynamic causal convolutions over the rows of the block, and a "
     "selector that scores the likeliest tokens of each row by the token before)",

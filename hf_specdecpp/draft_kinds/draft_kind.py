@@ -181,12 +181,7 @@ class PublishedKind(DraftKind):
             return self._of_model(draft)
         if self.has_own_file(config):
             return super().load(config, repository)
-        if draft is None and config.draft_id is None:
-            raise ValueError(
-                "config.json names no repository with the draft (draft_id). Write its Hub id there, or say where it "
-                "is: draft=ID_OR_FOLDER."
-            )
-        named, commit = (config.draft_id, config.draft_revision) if draft is None else (draft, None)
+        named, commit = draft_of(config, draft)
         source, name = Repository(str(named), commit, None, repository.hub_kwargs), self.describe(config)
         raw = self.overridden(files.read_fields(source.file("config.json"), self.most_config_bytes), config)
         if target is not None and self.is_whole:
@@ -303,6 +298,27 @@ class StoredKind(PublishedKind):
 
     def adapt(self, module: Any, target: CausalLM) -> None:
         """Adapt a loaded draft to its target, beyond device and dtype."""
+
+
+def draft_of(config: SpecDecPPConfig, given: CausalLM | str | Path | None) -> tuple[Any, str | None]:
+    """Return the Hub id, folder or model of a draft, and its commit: that which is `given`, else that which the config
+    names. `ValueError` if there is none."""
+    if given is None and config.draft_id is None:
+        raise ValueError(
+            "config.json names no draft (draft_id), so there is nothing to draft with. Write its Hub id there, or give "
+            "the draft: from_pretrained(repo, draft=MODEL_OR_FOLDER)."
+        )
+    return (config.draft_id, config.draft_revision) if given is None else (given, None)
+
+
+def target_for(to: Destination) -> str:
+    """Return the target of an exported draft, a Hub id or folder; `ValueError` if it is not known."""
+    if to.target is None:
+        raise ValueError(
+            "config.json names no target (target_id), and what is exported depends on it. Name it: --target "
+            "ID_OR_FOLDER."
+        )
+    return to.target
 
 
 def raw_config(draft: Any) -> Config | None:

@@ -1,26 +1,31 @@
-"""DFlash drafts (`DFlash`): read the files, whose tensor names depend on the format, and bind a draft to its target."""
+"""DFlash drafts (`DFlash`): read the files, whose tensor names depend on the format, bind a draft to its target, and
+export DFlash and DSpark drafts with a confidence head to other engines."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, own_modules, target_of
-from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, DFlashSettings, read_settings
-from hf_specdecpp.draft_kinds.dflash.exporting_dflash import write_dspark
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, mapping, own_modules, target_of
+from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, TRANSFORMERS, DFlashSettings, read_settings
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned
-from hf_specdecpp.files import Repository, Weights, read_fields
+from hf_specdecpp.estimation.acceptance_head import Calibration
+from hf_specdecpp.estimation.estimators import MODES
+from hf_specdecpp.files import CHECKPOINT, Repository, Weights, read_fields, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
 from hf_specdecpp.models.target_states import FINAL
-from hf_specdecpp.serving import Destination, Exported
+from hf_specdecpp.serving import AS_DSPARK, TEMPERATURES, Destination, Exported, commands_for
 
 ORIGINAL = {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}
 # Patterns from names in a file to names in `DFlashModel`. Example: `encoder.output_norm_enc.weight` becomes
@@ -90,11 +95,45 @@ class DFlash(StoredKind):
         return replace(block, **own_modules(named, block.draft_vocab_size, block.layer.get("vocab_size")))
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write a DSpark checkpoint: the published draft, with the head of an assistant (`inputs="path"`)."""
-        source = Repository(str(config.draft_id), config.draft_revision)
+        """Write the published draft as a DSpark checkpoint with an assistant's head (`inputs="path"`), and for SGLang
+        the temperatures of its calibration. `ValueError` if engines read no DSpark draft of this form.
+
+        The draft's tensors are copied. A DFlash draft also gets a Markov head of zeros, which changes no logits:
+        engines load no confidence head without one."""
+        source, settings, head = Repository(str(config.draft_id), config.draft_revision), parts.module.settings, to.head
         raw = read_fields(source.file("config.json"), self.most_config_bytes)
-        tensors = NAMES.here(Weights.of(source).all(), source.full_name)
-        return write_dspark(raw, NAMES.in_file(tensors, None), parts.module.settings, to)
+        if raw.get("model_type") == TRANSFORMERS or settings.reads != sorted(set(settings.reads)):
+            raise ValueError(
+                f"The draft is of model_type {raw.get('model_type')!r} and reads layers {settings.reads}. Engines read "
+                "DSpark drafts in the format of z-lab or speculators, whose layers ascend, so nothing is exported. "
+                "Look for the draft in another format."
+            )
+        tensors = NAMES.in_file(NAMES.here(Weights.of(source).all(), source.full_name), None)
+        written = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
+        size, vocab_size = settings.layer["hidden_size"], settings.layer["vocab_size"]
+        if f"{MARKOV}w1.weight" not in written:
+            like = written["fc.weight"]
+            written[f"{MARKOV}w1.weight"] = like.new_zeros(vocab_size, RANK)
+            written[f"{MARKOV}w2.weight"] = like.new_zeros(settings.draft_vocab_size or vocab_size, RANK)
+        rank = written[f"{MARKOV}w1.weight"].shape[1]
+        weight, bias, temperatures = fold(head, settings.places)
+        # llama.cpp reads no head without inputs for the Markov embedding.
+        written[f"{CONFIDENCE}proj.weight"] = functional.pad(weight, (0, size + rank - weight.shape[1]))
+        written[f"{CONFIDENCE}proj.bias"] = bias
+        fields = {
+            "block_size": settings.block_size,
+            "mask_token_id": settings.mask_token_id,
+            "sample_from_anchor": settings.samples_anchor,
+            "markov_rank": rank,
+            "markov_head_type": getattr(settings, "markov_head", "vanilla"),
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+        save_tensors(written, to.folder / CHECKPOINT)
+        save_text(json.dumps({"temperatures": temperatures}) + "\n", to.folder / TEMPERATURES)
+        described = config_of(raw, fields, settings.reads)
+        save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
+        return Exported(commands_for(replace(to, num_tokens=settings.places), AS_DSPARK), [NOTE])
 
     def misfit(self, module: DFlashModel, target: CausalLM) -> str | None:
         config, settings = target.config.get_text_config(decoder=True), module.settings
@@ -130,3 +169,41 @@ class DFlash(StoredKind):
             module.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
         final = config.num_hidden_layers - 1 if settings.reads_normed else None
         module.reader.reads = [FINAL if read == final else read for read in settings.reads]
+
+
+# For other engines. ---------------------------------------------------------------------------------------------------
+
+RANK = 8  # of a Markov head of zeros
+NAMED = {"architectures": ["DSparkDraftModel"]}
+MARKOV, CONFIDENCE = "markov_head.markov_", "confidence_head."
+NOTE = (
+    "The confidence head decides how many candidates are verified: with enable_adaptive_verification (vLLM), "
+    f"SGLANG_RAGGED_VERIFY_MODE and a temperature for each place in {TEMPERATURES} (SGLang), or --spec-draft-p-min, "
+    "the least confidence, which has to be tuned (llama.cpp). The calibration learned while generating stays here."
+)
+
+
+def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str, Any]:
+    """Return the published config `raw` with DSpark's `fields` at the top level, for SGLang's modules. In the original
+    format the layers `reads` are added to these fields, and all are repeated in `dflash_config`, for SGLang's settings.
+    """
+    if SPECULATORS in raw:
+        named = {**mapping(raw, "speculators_config"), "algorithm": "dspark"}
+        return {**raw, **fields, **NAMED, SPECULATORS: "dspark", "speculators_config": named}
+    fields = {**fields, "target_layer_ids": reads}
+    parts = {name: {**mapping(raw, name), **fields} for name in ("dflash_config", "dspark_config") if raw.get(name)}
+    parts["dflash_config"] = {**parts.get("dflash_config", fields), "projector_type": "dspark"}
+    own = {} if "DSpark" in str(raw.get("architectures")) else NAMED
+    return {**raw, **fields, **own, **parts}
+
+
+def fold(head: Any, places: int) -> tuple[Tensor, Tensor, list[float]]:
+    """Return weight and bias of a DSpark confidence head, and a temperature for each of `places` candidates. Weight and
+    bias include the bias and the geometric mean temperature of the head's calibration (that for sampled targets, if it
+    has one); the temperatures are divided by that mean."""
+    known = [head.calibration[mode] for mode in MODES if mode in head.calibration]
+    calibration = known[0] if known else Calibration()
+    found = [calibration.temperatures[min(place, len(calibration.temperatures) - 1)] for place in range(places)]
+    mean = math.exp(sum(map(math.log, found)) / places)
+    weight, bias = (each.detach().cpu().float() for each in (head.output.weight, head.output.bias))
+    return weight / mean, (bias + calibration.bias) / mean, [each / mean for each in found]

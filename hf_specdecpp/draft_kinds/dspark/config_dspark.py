@@ -32,23 +32,14 @@ RELATIVES = {  # other fields of relatives, and what is different in them
 
 @dataclass(frozen=True)
 class DSparkSettings(DFlashSettings):
-    """Settings of the block (`DFlashSettings`), and of the two heads of DSpark.
+    """Settings of the block (`DFlashSettings`), and of the two heads of DSpark."""
 
-    Args:
-        markov_rank: rank of the bias by the token before a candidate; 0 without a bias, as in DeepSpec's DFlash drafts.
-        markov_head: how the bias is computed (`MarkovHead`).
-        confidence_head: whether the draft has a confidence head.
-        confidence_with_markov: whether the confidence head reads the state and also the Markov embedding of that token.
-        says_layout: whether the config says which row proposes the first candidate (`samples_anchor`).
-        gemma4_layers: whether the layers are those of Gemma 4 (`gemma4_layers.py`), rather than Qwen3's.
-    """
-
-    markov_rank: int = 0
-    markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
-    confidence_head: bool = False
-    confidence_with_markov: bool = False
-    says_layout: bool = True
-    gemma4_layers: bool = False
+    markov_rank: int = 0  # of the bias by the token before a candidate; 0 without a bias: DeepSpec's DFlash drafts
+    markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"  # how the bias is computed (`MarkovHead`)
+    confidence_head: bool = False  # whether the draft has one
+    confidence_with_markov: bool = False  # whether that head also reads the Markov embedding of the token before
+    says_layout: bool = True  # whether the config says which row proposes the first candidate (`samples_anchor`)
+    gemma4_layers: bool = False  # layers of Gemma 4 (`gemma4_layers.py`), rather than Qwen3's
 
 
 def architectures(raw: Mapping[str, Any]) -> list[str]:
@@ -135,8 +126,10 @@ def refuse_relatives(raw: Mapping[str, Any]) -> None:
     """Raise `ValueError` for a config of a relative of DSpark: one of `RELATIVES`, or of another architecture."""
     for name in (*architectures(raw), *raw):
         different = RELATIVES.get(name)
-        if different is None and "dspark" in name.lower() and name not in KNOWN:
-            different = "layers within the target's own checkpoint" if is_embedded(name) else "layers that are not known"
+        if is_embedded(name):
+            different = "layers within the target's own checkpoint"
+        elif different is None and "dspark" in name.lower() and name not in KNOWN:
+            different = "layers that are not known"
         if different is not None:
             refuse(f"relative of DSpark ({name[:80]}) with {different}")
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoConfig
 
-from hf_specdecpp.config.value_checks import check_layers, check_numbers, check_types, check_values, shown
+from hf_specdecpp.config.value_checks import LAYER, check_layers, check_numbers, check_types, check_values, shown
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import DEFAULT_THETA, SPECULATORS, mapping
 
-LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+LAYER_TYPES = ("llama", "qwen3")
 NUM_USUAL = 3  # number of layers whose outputs are read if a checkpoint lists none
 OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")  # not in Llama's config
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # settings, named as in configs
@@ -49,10 +49,10 @@ class Eagle3Settings:
     def __post_init__(self) -> None:
         check_types(self)
         check_numbers({**vars(self), "layer": {}})
-        check_layers(self._arguments())
+        check_layers(self.layer, known=("model_type", *LAYER))
         if self.layer.get("vocab_size") is None:
             raise ValueError("layer.vocab_size is missing, so it is not known how many tokens the draft was made for.")
-        if (found := self.layer.get("model_type")) not in tuple(LAYER_CONFIGS):
+        if (found := self.layer.get("model_type")) not in LAYER_TYPES:
             raise ValueError(f"A draft with layers of type {found!r} is not known; there are 'llama' and 'qwen3'.")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
@@ -79,10 +79,7 @@ class Eagle3Settings:
             )
 
     def layer_config(self) -> Any:
-        return LAYER_CONFIGS[self.layer["model_type"]](**self._arguments())
-
-    def _arguments(self) -> dict[str, Any]:
-        return {name: value for name, value in self.layer.items() if name != "model_type"}
+        return AutoConfig.for_model(**self.layer)
 
 
 def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +152,7 @@ def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: Any) -> dict
     unknown `model_type` are dropped.
     """
     model_type = inner.get("model_type")
-    is_its_own = model_type in (None, *LAYER_CONFIGS)
+    is_its_own = model_type in (None, *LAYER_TYPES)
     is_flat_llama = inner is raw and isinstance(model_type, str) and "llama" in str(raw.get("architectures")).lower()
     if not is_its_own and not is_flat_llama:
         raise ValueError(

@@ -18,7 +18,7 @@ from hf_specdecpp.config.value_checks import LAYER, SLIDING
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, mapping, target_of
 from hf_specdecpp.draft_kinds.conditioned import NO_LATE_VERDICTS
-from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned
+from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned, target_for
 from hf_specdecpp.draft_kinds.eagle3 import config_eagle3
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import FLAGS, OF_QWEN3, Eagle3Settings, meanings, usual_reads
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Model
@@ -80,7 +80,7 @@ class Eagle3(StoredKind):
 
     def recognises(self, raw: Config) -> bool:
         """Also accepts unmarked Llama and Qwen3 configs of one layer: EAGLE's first drafts have no other sign."""
-        layers = raw.get("num_hidden_layers") if raw.get("model_type") in tuple(config_eagle3.LAYER_CONFIGS) else None
+        layers = raw.get("num_hidden_layers") if raw.get("model_type") in config_eagle3.LAYER_TYPES else None
         return layers == 1 or self.is_marked(raw)
 
     def is_marked(self, raw: Config) -> bool:
@@ -137,11 +137,7 @@ class Eagle3(StoredKind):
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""
         module: Eagle3Model = parts.module
-        if to.target is None:
-            raise ValueError(
-                "The config of this draft names no target, and what it reads depends on it. Name it: --target ID."
-            )
-        target = load_model_config(to.target).get_text_config(decoder=True)
+        target = load_model_config(target_for(to)).get_text_config(decoder=True)
         depth = target.num_hidden_layers
         reads = meanings(module.settings, depth)[0]
         described = flat_config(module.settings, reads, target)
