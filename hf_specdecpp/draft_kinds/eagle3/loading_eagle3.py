@@ -170,7 +170,7 @@ def completed(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Setti
             )
         layer = {name: value for name, value in layer.items() if name not in OF_QWEN3}
     own = checkpoints.own_modules(named, given["draft_vocab_size"], layer["vocab_size"])
-    found = {
+    seen = {
         "layer": layer,
         "num_reads": num_reads,
         "norm_before_fc": given["norm_before_fc"] or "reader.input_norm.weight" in named,
@@ -178,7 +178,7 @@ def completed(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Setti
         "fc_bias": "reader.fc.bias" in named,
         "own_embeddings": given["own_embeddings"] and own["own_embeddings"],
     }
-    return Eagle3Settings(**{**given, **own, **found})
+    return Eagle3Settings(**{**given, **own, **seen})
 
 
 # For other engines. ---------------------------------------------------------------------------------------------------
