@@ -4,8 +4,9 @@ safetensors and JSON files are opened."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -233,7 +234,8 @@ class StoredKind(PublishedKind):
     """A kind whose module is defined here and made from settings. Its tensors have other names in files."""
 
     title: ClassVar[str]  # for messages
-    names: ClassVar[checkpoints.Names]
+    renamed: ClassVar[Sequence[tuple[str, str]]]  # (regular expression, replacement): names in a file to names here
+    ignored: ClassVar[str]  # regular expression for names of tensors in a file to skip, such as rotary frequencies
     settings_class: ClassVar[type[Any]]  # a dataclass, the argument of `model_class`
     model_class: ClassVar[type[Any]]
     unsaid: ClassVar[str] = ""  # what configs may leave open, so that there are several `readings`
@@ -243,12 +245,30 @@ class StoredKind(PublishedKind):
         """Return the settings that a published config and its tensors (by name in the module) describe; `ValueError` as
         in `read`."""
 
+    @abstractmethod
+    def original(self, name: str) -> str:
+        """Return the name in the original format of a tensor of the module."""
+
+    def here(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+        """Return a file's tensors by their names in the module; `ValueError` if two get the same name."""
+        named: dict[str, Tensor] = {}
+        for there, tensor in tensors.items():
+            if re.search(self.ignored, there):
+                continue
+            if (name := checkpoints.renamed(there, self.renamed)) in named:
+                raise ValueError(
+                    f"{source} has {self.original(name)} twice, once as {there}, so it is not known which of them is "
+                    "meant. The file is damaged (download it again) or of a variant that hf_specdecpp does not know."
+                )
+            named[name] = tensor
+        return named
+
     def readings(self, module: Any, target: CausalLM) -> dict[str, Any]:
         """Return the settings that the files of a draft may mean, the likeliest first, by a description."""
         return {"": module.settings}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
-        named = self.names.here(tensors, source)
+        named = self.here(tensors, source)
         return self.build(self.settings_of(raw, named, source), named, source)
 
     def build(self, settings: Any, named: dict[str, Tensor], source: str) -> Any:
@@ -256,7 +276,7 @@ class StoredKind(PublishedKind):
         layer = settings.layer
         ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
         model: Any = checkpoints.build(
-            lambda: self.model_class(settings), named, layer["num_hidden_layers"], source, self.title, self.names
+            lambda: self.model_class(settings), named, layer["num_hidden_layers"], source, self.title, self.original
         )
         model.token_ids = ids
         return model
@@ -267,12 +287,13 @@ class StoredKind(PublishedKind):
             check_arguments(self.settings_class, arguments)
             settings = self.settings_class(**arguments)
         weights, source = Weights.at(path), str(path)
-        self.build(settings, self.names.here(weights.outline(), source), source)
-        return self.build(settings, self.names.here(weights.all(), source), source)
+        self.build(settings, self.here(weights.outline(), source), source)
+        return self.build(settings, self.here(weights.all(), source), source)
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
         """As in `DraftKind`: names as in the original format, also `d2t` and `t2d` if the draft has fewer tokens."""
-        tensors = self.names.in_file(state or module.state_dict(), dtype)
+        named = state or module.state_dict()
+        tensors = {self.original(name): tensor.to(dtype or tensor.dtype) for name, tensor in named.items()}
         return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> list[float]:

@@ -342,7 +342,9 @@ def _bare(config: Any) -> Any:
 
 def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the known fields of a config; others, such as `attn_implementation`, could make transformers run code."""
-    text = mapping(raw, "text_config")
+    text, usual = mapping(raw, "text_config"), f"{kind.removesuffix('_assistant')}_text"
+    if (named := text.get("model_type")) not in (None, usual):
+        raise ValueError(f"text_config.model_type={shown(named)} must be {usual!r}, as a {kind} has it.")
     differing = mapping(text, "per_layer_config")
     if strange := [each for each in differing.values() if not isinstance(each, Mapping) or set(each) - HEADS_OF_LAYER]:
         raise ValueError(
@@ -358,4 +360,4 @@ def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
             f"text_config.rope_parameters={shown(rope)} must have both {value_checks.FULL} and {value_checks.SLIDING}. "
             f"{value_checks.CURE}"
         )
-    return {**own, "text_config": {"model_type": f"{kind.removesuffix('_assistant')}_text", **layers}}
+    return {**own, "text_config": {"model_type": usual, **layers}}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, mapping, own_modules, target_of
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, own_modules, target_of
 from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, TRANSFORMERS, DFlashSettings, read_settings
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned
@@ -35,10 +35,8 @@ RENAMED = (
     (r"^(encoder\.)?fc\.", "reader.fc."),
     (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
 )
-# Ignored: buffers, and the target's norm, which speculators stores for training.
-NAMES = Names(
-    RENAMED, r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$", lambda name: ORIGINAL.get(name, name)
-)
+# Not read: buffers, and the target's norm, which speculators stores for training.
+IGNORED = r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$"
 HEADS = (
     "With a head that is known before a candidate is drawn (specdecpp train --head-only) it is exported as a DSpark "
     "draft; other heads read the candidate or its state, which engines do not have when they ask"
@@ -67,7 +65,7 @@ class DFlash(StoredKind):
         "It takes the target's own embeddings and LM head, so it works with the target that it was trained for alone: "
         "load that one, or a draft of this one."
     )
-    title, names = "DFlash draft", NAMES
+    title, renamed, ignored = "DFlash draft", RENAMED, IGNORED
     settings_class = DFlashSettings
     model_class: ClassVar[type[DFlashModel]] = DFlashModel
     drafter: ClassVar[type[DFlashDraft]] = DFlashDraft
@@ -81,6 +79,9 @@ class DFlash(StoredKind):
         names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
         is_called_so = any(name in names for name in ("dflash", "domino"))
         return "dflash_config" in raw or is_called_so or set(raw) >= OF_TRANSFORMERS
+
+    def original(self, name: str) -> str:
+        return ORIGINAL.get(name, name)
 
     def fields(self, raw: Config) -> dict[str, Any]:
         """Return `target_id` (or `None`), and `vocab_size`, which transformers compares with the target's."""
@@ -108,8 +109,8 @@ class DFlash(StoredKind):
                 "DSpark drafts in the format of z-lab or speculators, whose layers ascend, so nothing is exported. "
                 "Look for the draft in another format."
             )
-        tensors = NAMES.in_file(NAMES.here(Weights.of(source).all(), source.full_name), None)
-        written = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
+        named = self.here(Weights.of(source).all(), source.full_name)
+        written = {self.original(name): named[name] for name in named if not name.startswith(CONFIDENCE)}
         size, vocab_size = settings.layer["hidden_size"], settings.layer["vocab_size"]
         if f"{MARKOV}w1.weight" not in written:
             like = written["fc.weight"]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,9 +172,9 @@ def usual_reads(depth: int) -> list[int] | None:
     return [layer - 1 for layer in (2, depth // 2, depth - 3)] if depth > 3 else None
 
 
-def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
-    """Return the possible meanings of a checkpoint's layer ids as lists of layers whose outputs are read, the likeliest
-    first; `ValueError` if the target lacks these layers.
+def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
+    """Return the lists of layers that a draft may read in a target of `depth` layers, the likeliest first: its `reads`
+    if known, `[]` for the final state, else what its layer ids may mean. `ValueError` if the target lacks the layers.
 
     Two conventions exist. Ids of layer inputs (EAGLE, vLLM, speculators): id j is the output of layer j - 1. Ids of
     layer outputs (SpecForge, NVIDIA): id j is the output of layer j. If one meaning is the usual list, only that is
@@ -182,28 +182,21 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
 
     Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
     means `[1, 17, 29]` or `[2, 18, 30]`."""
-    usual = usual_reads(depth)
-    if ids is None:
+    if settings.reads is not None or not settings.num_reads:
+        return [settings.reads or []]
+    ids, usual = settings.layer_ids, usual_reads(depth)
+    if not ids:
         if usual is None:
             raise ValueError(
                 f"The checkpoint names no layers, and a target of {depth} layers is too small for the usual ones. Say "
                 "which, counted from 0: eagle3={'reads': [...]}."
             )
         return [usual]
-    after, before = list(ids), [each - 1 for each in ids]
-    likelier_first = [after, before] if ids[0] == 1 else [before, after]
-    found = [reading for reading in likelier_first if min(reading) >= 0 and max(reading) < depth]
+    before = [each - 1 for each in ids]
+    likelier_first = [ids, before] if ids[0] == 1 else [before, ids]
+    found = [reads for reads in likelier_first if min(reads) >= 0 and max(reads) < depth]
     if not found:
         raise ValueError(
-            f"The draft reads layers {list(ids)} of its target, and this one has {depth}. It was trained for another "
-            "target."
+            f"The draft reads layers {ids} of its target, and this one has {depth}. It was trained for another target."
         )
     return [usual] if usual is not None and usual in found else found
-
-
-def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
-    """Return the possible lists of layers that the draft reads: its `reads` if known, `[]` for the target's final
-    state, else those of `readings`."""
-    if settings.reads is not None:
-        return [settings.reads]
-    return readings(settings.layer_ids, depth) if settings.num_reads else [[]]

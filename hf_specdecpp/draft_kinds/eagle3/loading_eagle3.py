@@ -16,7 +16,7 @@ from transformers.utils import logging
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import LAYER, SLIDING
 from hf_specdecpp.draft_kinds import checkpoints
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, mapping, target_of
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, target_of
 from hf_specdecpp.draft_kinds.conditioned import NO_LATE_VERDICTS
 from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned, target_for
 from hf_specdecpp.draft_kinds.eagle3 import config_eagle3
@@ -45,15 +45,6 @@ RENAMED = (
 EMBEDDINGS, MARK = "decoder.embed_tokens.weight", "decoder.layers.0.hidden_norm.weight"
 
 
-def original(name: str) -> str:
-    """Return the name in the original format of a tensor of `Eagle3Model`: the inverse of `RENAMED`."""
-    name = re.sub(r"^(decoder|reader)\.", "", name)
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
-
-
-NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", original)
-
-
 class Eagle3(StoredKind):
     """Draft with a new layer that reads the target's hidden states. Published drafts (`config.draft_id`) are in the
     original format or that of speculators."""
@@ -67,7 +58,7 @@ class Eagle3(StoredKind):
         "late verdicts": NO_LATE_VERDICTS,
     }
     belongs = "It was trained for another target, or is read wrongly."
-    title, names = "EAGLE-3 draft", NAMES
+    title, renamed, ignored = "EAGLE-3 draft", RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
     settings_class, model_class, drafter = Eagle3Settings, Eagle3Model, Eagle3Drafter
     no_model = "an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files"
     unsaid = "which layers of its target it reads (eagle_aux_hidden_state_layer_ids)"
@@ -100,11 +91,15 @@ class Eagle3(StoredKind):
         overrides = config_eagle3.check_overrides(config.eagle3 or {})
         return {**raw, "eagle_config": {**mapping(raw, "eagle_config"), **overrides}}
 
+    def original(self, name: str) -> str:
+        name = re.sub(r"^(decoder|reader)\.", "", name)
+        return re.sub(r"^layers\.0\.", "midlayer.", name)
+
     def settings_of(self, raw: Config, named: Mapping[str, Tensor], source: str) -> Eagle3Settings:
         given = config_eagle3.read_config(raw)
         if MARK not in named:  # an ordinary model, a draft of EAGLE-1 or 2, or heads of another method
             older = " It is an EAGLE-1 or EAGLE-2 draft." if "reader.fc.weight" in named else ""
-            raise ValueError(checkpoints.not_of_form(source, self.title, [original(MARK)], []) + older)
+            raise ValueError(checkpoints.not_of_form(source, self.title, [self.original(MARK)], []) + older)
         return completed(given, named)
 
     def build(self, settings: Eagle3Settings, named: dict[str, Tensor], source: str) -> Any:

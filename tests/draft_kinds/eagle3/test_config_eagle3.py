@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.targets.models import tiny
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import readings
+from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import meanings
 
 
 @pytest.mark.parametrize(("changed", "match"), [
@@ -267,8 +268,8 @@ def test_shards_that_are_no_whole(tmp_path: Path) -> None:
     ([1, 21, 43], 43, [[0, 20, 42]]),  # outputs would be too many
     ([30, 18, 2], 32, [[29, 17, 1], [30, 18, 2]]),  # in their order
 ])  # fmt: skip
-def test_which_layers_ids_mean(ids: list[int] | None, depth: int, expected: list[list[int]]) -> None:
-    assert readings(ids, depth) == expected
+def test_which_layers_ids_mean(ids: list[int] | None, depth: int, expected: list[list[int]], tmp_path: Path) -> None:
+    assert meanings(replace(settings_of(PLAIN.save(tmp_path)), layer_ids=ids), depth) == expected
 
 
 def test_ids_of_speculators_count_inputs(tmp_path: Path) -> None:
