@@ -147,9 +147,9 @@ class Eagle3(StoredKind):
 def completed(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
     """Complete the settings of `read_config` from the tensors (by name in the module): number and type of layers,
     `num_reads`, norms, biases and own modules. `ValueError` for Llama layers with a sliding window."""
-    num_reads, fc = given["num_reads"], named.get("reader.fc.weight")
-    if num_reads and fc is not None and fc.dim() == 2:
-        num_reads = fc.shape[-1] // given["state_size"] or num_reads
+    num_reads, size, fc = given["num_reads"], given["state_size"], named.get("reader.fc.weight")
+    if num_reads and fc is not None and fc.dim() == 2 and fc.shape[-1] % size == 0:  # else its shape is refused
+        num_reads = fc.shape[-1] // size or num_reads
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
     count = max(len(layers), 1)  # not from config.json: some files have one layer and a config of 40
     kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
