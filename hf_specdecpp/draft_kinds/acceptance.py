@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,6 @@ from transformers import DynamicCache
 
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text, num_embeddings, trying
-from hf_specdecpp.models.loading import tokenizer_of
 from hf_specdecpp.models.target_states import TargetStates
 
 PLACES = 3  # candidates per round that are compared
@@ -61,13 +60,6 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
                     hits[place] += step is not None and int(step[0].argmax()) == chosen[length - 1 + place]
                 rounds += 1
     return [hit / rounds for hit in hits] if rounds else []
-
-
-def agreements(read: Callable[[Any], Draft], readings: Iterable[Any], target: CausalLM) -> dict[Any, list[float]]:
-    """Return, by reading, the `agreement` of the draft that `read(reading)` makes. A reading is one of several possible
-    interpretations of a draft's files. `{}` if the target has no tokenizer, or none that fits (`texts_for`)."""
-    texts = texts_for(target, tokenizer_of(target))
-    return {reading: agreement(read(reading), target, texts) for reading in readings} if texts else {}
 
 
 def texts_for(target: CausalLM, tokenizer: Any | None) -> list[Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,7 +26,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 SPECULATORS = "speculators_model_type"  # this field identifies configs of the package speculators
 DEFAULT_THETA = 10000.0  # the default of the original EAGLE code, independent of the target
-INSTEAD = "Load an EAGLE-3 or DFlash draft of this target, or train one of this package (specdecpp train)"
+INSTEAD = "Load an EAGLE-3 or DFlash draft of this target (specdecpp drafts lists some), or train one (specdecpp train)"
 RELATIVES = {  # kinds that are refused, by a part of their name in a config (in lower case)
     "dflash2": "DFlash2 draft (DFlash with grouped dynamic causal convolutions over the rows of the block, and a "
     "selector that scores the likeliest tokens of each row by the token before)",
@@ -107,42 +106,15 @@ def as_described(name: str) -> Iterator[None]:
 # Tensors. -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Names:
-    """Translation between tensor names in a checkpoint and in the module."""
-
-    patterns: Sequence[tuple[str, str]] = ()  # (regular expression, replacement): from names in a checkpoint
-    ignored: str = "(?!)"  # regular expression for names of tensors to skip, such as rotary frequencies
-    original: Callable[[str], str] = str  # maps a name in the module to its name in a checkpoint
-
-    def here(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-        """Return tensors, except ignored ones, by their names in the module; `ValueError` if two get the same name."""
-        named: dict[str, Tensor] = {}
-        for there, tensor in tensors.items():
-            if re.search(self.ignored, there):
-                continue
-            if (name := renamed(there, self.patterns)) in named:
-                raise ValueError(
-                    f"{source} has {self.original(name)} twice, once as {there}, so it is not known which of them is "
-                    "meant. The file is damaged (download it again) or of a variant that hf_specdecpp does not know."
-                )
-            named[name] = tensor
-        return named
-
-    def in_file(self, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return a module's tensors by their names in a checkpoint, converted to `dtype` if given."""
-        return {self.original(name): tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}
-
-
 def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
-    """Return the name of a checkpoint's tensor after replacing all `patterns` (of `Names`), one after the other."""
+    """Return a checkpoint's name of a tensor after replacing all patterns (regular expression, replacement) in turn."""
     for pattern, here in patterns:
         name = re.sub(pattern, here, name)
     return name
 
 
 def build(
-    make: Callable[[], Module], named: Mapping[str, Tensor], depth: int, source: str, title: str, names: Names = Names()
+    make: Callable[[], Module], named: Mapping[str, Tensor], depth: int, source: str, title: str, original: Any = str
 ) -> Module:  # fmt: skip
     """Make a draft from the tensors of a checkpoint, without copying them. `ValueError` if the module cannot be made,
     or if a tensor is missing, unexpected, of another shape, or not floating point. Tensors on the meta device
@@ -152,7 +124,8 @@ def build(
         make: makes the module; called on the meta device.
         named: the tensors, by their names in the module.
         depth: number of layers in the config, compared with `named` before `make`, which takes time for each layer.
-        source, title, names: for messages: the checkpoint's name, the kind of draft, and tensor names in the file.
+        source, title: for messages: the checkpoint's name, and the kind of draft.
+        original: for messages, too: maps the name of a tensor in the module to that in the checkpoint.
     """
     found = {int(match[1]) for name in named if (match := re.search(r"(?:^|\.)layers\.(\d{1,4})\.", name))}
     if found and found != set(range(depth)):
@@ -165,9 +138,9 @@ def build(
     expected: Mapping[str, Tensor] = model.state_dict()
     missing, unexpected = set(expected) - set(named), set(named) - set(expected)
     if missing or unexpected:
-        raise ValueError(not_of_form(source, title, map(names.original, missing), map(names.original, unexpected)))
+        raise ValueError(not_of_form(source, title, map(original, missing), map(original, unexpected)))
     for name, wanted in expected.items():
-        tensor, there = named[name], f"{source}: {names.original(name)}"
+        tensor, there = named[name], f"{source}: {original(name)}"
         if tensor.shape != wanted.shape:
             raise ValueError(
                 f"{there} has shape {list(tensor.shape)}, and config.json makes it {list(wanted.shape)}. The two do "
@@ -187,6 +160,20 @@ def build(
         if not rotated <= (heads := {each.head_dim for each in model.modules() if hasattr(each, "head_dim")}):
             raise ValueError(f"heads of {heads} numbers cannot be rotated by frequencies for {rotated}")
     return model.eval().requires_grad_(False)
+
+
+def own_modules(named: Mapping[str, Tensor], count: int | None, vocab_size: int | None) -> dict[str, Any]:
+    """Return the settings `draft_vocab_size`, `own_embeddings` and `own_head` of a draft with these tensors, by name in
+    the module. `count`: its number of tokens in the config, `None` if not given: then it has as many as its head."""
+    head = named.get("lm_head.weight")
+    if count is None and head is not None and head.dim():
+        count = head.shape[0]
+    is_reduced = count not in (None, vocab_size)
+    return {
+        "draft_vocab_size": count if is_reduced else None,
+        "own_embeddings": any(name.endswith("embed_tokens.weight") for name in named),
+        "own_head": head is not None or is_reduced,  # the target's head has all tokens
+    }
 
 
 def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int, source: str) -> Tensor | None:

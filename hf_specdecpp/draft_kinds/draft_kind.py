@@ -4,8 +4,9 @@ safetensors and JSON files are opened."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -13,17 +14,20 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import check_arguments, check_numbers
-from hf_specdecpp.draft_kinds import checkpoints
+from hf_specdecpp.draft_kinds import acceptance, checkpoints
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, Weights
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
-from hf_specdecpp.models.loading import outside
+from hf_specdecpp.models.loading import outside, tokenizer_of
 from hf_specdecpp.serving import Destination, Exported
+
+logger = logging.get_logger("hf_specdecpp")
 
 Config: TypeAlias = Mapping[str, Any]  # the fields of a `config.json`
 Tensors: TypeAlias = dict[str, Tensor]
@@ -149,9 +153,9 @@ class PublishedKind(DraftKind):
         """Make a draft from a published config and its tensors (shared, not copied); `source` names them in errors.
         `ValueError`, with a remedy, if they are damaged, do not match, or belong to another kind of draft."""
 
-    def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Any]:
-        """Return `read`, with the overrides of an assistant's config applied."""
-        return self.read
+    def overridden(self, raw: Config, config: SpecDecPPConfig) -> Config:
+        """Return a published config with the overrides of an assistant's config applied (`override`)."""
+        return raw
 
     def recognises(self, raw: Config) -> bool:
         """Whether a published `config.json` describes such a draft, or a related one that `read` rejects."""
@@ -178,14 +182,9 @@ class PublishedKind(DraftKind):
             return self._of_model(draft)
         if self.has_own_file(config):
             return super().load(config, repository)
-        if draft is None and config.draft_id is None:
-            raise ValueError(
-                "config.json names no repository with the draft (draft_id). Write its Hub id there, or say where it "
-                "is: draft=ID_OR_FOLDER."
-            )
-        named, commit = (config.draft_id, config.draft_revision) if draft is None else (draft, None)
+        named, commit = draft_of(config, draft)
         source, name = Repository(str(named), commit, None, repository.hub_kwargs), self.describe(config)
-        raw = files.read_fields(source.file("config.json"), self.most_config_bytes)
+        raw = self.overridden(files.read_fields(source.file("config.json"), self.most_config_bytes), config)
         if target is not None and self.is_whole:
             part = next((raw[key] for key in NESTED if isinstance(raw.get(key), dict)), raw)
             check_numbers({"vocab_size": part.get("vocab_size")})
@@ -197,24 +196,26 @@ class PublishedKind(DraftKind):
                 f"is opened here: a pickle, such as {files.PICKLE}, could run code. "
                 f"{self.cure.format(name=source.full_name)}"
             )
-        read = self.reader(config)
         if not self.is_whole:
-            return read(raw, weights, source.full_name)
-        outline = read(raw, weights.outline(), str(weights.index))  # before weights are read
+            return self.read(raw, weights, source.full_name)
+        outline = self.read(raw, weights.outline(), str(weights.index))  # before weights are read
         if target is not None:
             self._refuse(target, name, self.misfit(outline, target))
-        return read(raw, weights.all(), str(weights.index))
+        return self.read(raw, weights.all(), str(weights.index))
 
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
         target: Any = how.target
-        self.bind(parts.module, target, self.describe(config))
-        return self.drafter(parts.module, target)
+        agreement = self.bind(parts.module, target, self.describe(config))
+        draft: Draft = self.drafter(parts.module, target)
+        draft.agreement = agreement
+        return draft
 
-    def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """Move a loaded draft to the target's input device and dtype (or `dtype`). `name` describes the draft in the
-        `ValueError` for a draft that does not fit the target."""
+    def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> list[float]:
+        """Move a loaded draft to the target's input device and dtype (or `dtype`), and return its `agreement` with the
+        target, `[]` if not measured. `ValueError` if the draft, which `name` describes, does not fit the target."""
         self._refuse(target, name, self.misfit(module, target))
         move(module, input_device(target), dtype or target.dtype)
+        return []
 
     def _refuse(self, target: CausalLM, name: str, wrong: str | None) -> None:
         if wrong is not None:
@@ -233,21 +234,49 @@ class StoredKind(PublishedKind):
     """A kind whose module is defined here and made from settings. Its tensors have other names in files."""
 
     title: ClassVar[str]  # for messages
-    names: ClassVar[checkpoints.Names]
+    renamed: ClassVar[Sequence[tuple[str, str]]]  # (regular expression, replacement): names in a file to names here
+    ignored: ClassVar[str]  # regular expression for names of tensors in a file to skip, such as rotary frequencies
     settings_class: ClassVar[type[Any]]  # a dataclass, the argument of `model_class`
     model_class: ClassVar[type[Any]]
+    unsaid: ClassVar[str] = ""  # what configs may leave open, so that there are several `readings`
 
-    def unused(self, settings: Any) -> set[str]:
-        """Return names (in the module) of tensors to ignore in files, since a draft with these settings has none."""
-        return set()
+    @abstractmethod
+    def settings_of(self, raw: Config, named: Mapping[str, Tensor], source: str) -> Any:
+        """Return the settings that a published config and its tensors (by name in the module) describe; `ValueError` as
+        in `read`."""
 
-    def build(self, settings: Any, tensors: Mapping[str, Tensor], source: str) -> Any:
-        """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
-        unused, layer = self.unused(settings), settings.layer
-        named = {name: tensor for name, tensor in self.names.here(tensors, source).items() if name not in unused}
+    @abstractmethod
+    def original(self, name: str) -> str:
+        """Return the name in the original format of a tensor of the module."""
+
+    def here(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+        """Return a file's tensors by their names in the module; `ValueError` if two get the same name."""
+        named: dict[str, Tensor] = {}
+        for there, tensor in tensors.items():
+            if re.search(self.ignored, there):
+                continue
+            if (name := checkpoints.renamed(there, self.renamed)) in named:
+                raise ValueError(
+                    f"{source} has {self.original(name)} twice, once as {there}, so it is not known which of them is "
+                    "meant. The file is damaged (download it again) or of a variant that hf_specdecpp does not know."
+                )
+            named[name] = tensor
+        return named
+
+    def readings(self, module: Any, target: CausalLM) -> dict[str, Any]:
+        """Return the settings that the files of a draft may mean, the likeliest first, by a description."""
+        return {"": module.settings}
+
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
+        named = self.here(tensors, source)
+        return self.build(self.settings_of(raw, named, source), named, source)
+
+    def build(self, settings: Any, named: dict[str, Tensor], source: str) -> Any:
+        """Make the draft with these settings from tensors by name in the module; raises as `checkpoints.build` does."""
+        layer = settings.layer
         ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
         model: Any = checkpoints.build(
-            lambda: self.model_class(settings), named, layer["num_hidden_layers"], source, self.title, self.names
+            lambda: self.model_class(settings), named, layer["num_hidden_layers"], source, self.title, self.original
         )
         model.token_ids = ids
         return model
@@ -257,14 +286,60 @@ class StoredKind(PublishedKind):
         with checkpoints.as_described(self.title):
             check_arguments(self.settings_class, arguments)
             settings = self.settings_class(**arguments)
-        weights = Weights.at(path)
-        self.build(settings, weights.outline(), str(path))
-        return self.build(settings, weights.all(), str(path))
+        weights, source = Weights.at(path), str(path)
+        self.build(settings, self.here(weights.outline(), source), source)
+        return self.build(settings, self.here(weights.all(), source), source)
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
         """As in `DraftKind`: names as in the original format, also `d2t` and `t2d` if the draft has fewer tokens."""
-        tensors = self.names.in_file(state or module.state_dict(), dtype)
+        named = state or module.state_dict()
+        tensors = {self.original(name): tensor.to(dtype or tensor.dtype) for name, tensor in named.items()}
         return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
+
+    def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> list[float]:
+        """As in `PublishedKind`. If there are several `readings`, keeps the one that agrees best with the target, or
+        the likeliest if the target has no tokenizer that fits. Logs the choice: as a warning unless the likeliest was
+        measured to be the best."""
+        super().bind(module, target, name, dtype)
+        self.adapt(module, target)
+        readings = self.readings(module, target)
+        texts = acceptance.texts_for(target, tokenizer_of(target)) if len(readings) > 1 else []
+        rates: dict[str, list[float]] = {}
+        for reading in readings if texts else ():
+            module.settings = readings[reading]
+            rates[reading] = acceptance.agreement(self.drafter(module, target), target, texts)
+        usual = next(iter(readings))
+        chosen = max(rates, key=rates.__getitem__, default=usual)
+        module.settings = readings[chosen]
+        if len(readings) > 1:
+            found = [f"{each} ({rates[each][0]:.0%} of its first candidates agree)" for each in rates] or readings
+            log = logger.info if rates and chosen == usual else logger.warning
+            log(f"{name} does not say {self.unsaid}. It may be {', or '.join(found)}. Taken is {chosen}.")
+        return rates.get(chosen, [])
+
+    def adapt(self, module: Any, target: CausalLM) -> None:
+        """Adapt a loaded draft to its target, beyond device and dtype."""
+
+
+def draft_of(config: SpecDecPPConfig, given: CausalLM | str | Path | None) -> tuple[Any, str | None]:
+    """Return the Hub id, folder or model of a draft, and its commit: that which is `given`, else that which the config
+    names. `ValueError` if there is none."""
+    if given is None and config.draft_id is None:
+        raise ValueError(
+            "config.json names no draft (draft_id), so there is nothing to draft with. Write its Hub id there, or give "
+            "the draft: from_pretrained(repo, draft=MODEL_OR_FOLDER)."
+        )
+    return (config.draft_id, config.draft_revision) if given is None else (given, None)
+
+
+def target_for(to: Destination) -> str:
+    """Return the target of an exported draft, a Hub id or folder; `ValueError` if it is not known."""
+    if to.target is None:
+        raise ValueError(
+            "config.json names no target (target_id), and what is exported depends on it. Name it: --target "
+            "ID_OR_FOLDER."
+        )
+    return to.target
 
 
 def raw_config(draft: Any) -> Config | None:

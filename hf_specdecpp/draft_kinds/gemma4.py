@@ -24,7 +24,7 @@ from hf_specdecpp.draft_kinds.checkpoints import as_described, mapping
 from hf_specdecpp.draft_kinds.draft_kind import Config, PublishedKind, pinned
 from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
 from hf_specdecpp.drafting.draft_model import as_wide_as
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.target_states import FINAL, StateReader
 from hf_specdecpp.trees.tree import DraftTree
@@ -297,27 +297,22 @@ class Gemma4(PublishedKind):
         order = named.pop(ORDER, None) if config.use_ordered_embeddings else None
         depth = config.text_config.num_hidden_layers
         model = checkpoints.build(lambda: _bare(config), named, depth, source, "Gemma 4 assistant")
-        if model.masked_embedding is not None:
-            if order is not None and order.is_meta:  # an outline: values are read later
-                return model
-            ids = None if order is None or order.is_floating_point() or order.shape != (tokens,) else order.cpu().long()
-            if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
-                found = "is missing"
-                if order is not None:
-                    found = f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
-                raise ValueError(
-                    f"{source}: {ORDER} {found}, and must list each of {tokens} token ids once, so that a cluster says "
-                    "which tokens are its own. Download the repository again."
-                )
-            model.masked_embedding.token_ordering = ids
+        if model.masked_embedding is None or (order is not None and order.is_meta):  # an outline: without values
+            return model
+        ids = None if order is None or order.is_floating_point() or order.shape != (tokens,) else order.cpu().long()
+        if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
+            found = "is missing" if order is None else f"holds {list(order.shape)} numbers of {str(order.dtype)[6:]}"
+            raise ValueError(
+                f"{source}: {ORDER} {found}, and must list each of {tokens} token ids once, so that a cluster says "
+                "which tokens are its own. Download the repository again."
+            )
+        model.masked_embedding.token_ordering = ids
         return model
 
     def misfit(self, module: Any, target: CausalLM) -> str | None:
         config, own = target.config.get_text_config(decoder=True), module.config.get_text_config()
         if not config.model_type.startswith("gemma4_"):
             return f"drafts for a Gemma 4, and there is a model of type {config.model_type!r}"
-        if (processes := num_processes(target)) > 1:
-            return f"reads all heads of the keys and values, and each of {processes} processes has some of them"
         if (width := module.config.backbone_hidden_size) != config.hidden_size:
             return f"reads states of {width} numbers, and they have {config.hidden_size}"
         if own.vocab_size != config.vocab_size:
@@ -347,8 +342,8 @@ def _bare(config: Any) -> Any:
 
 def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the known fields of a config; others, such as `attn_implementation`, could make transformers run code."""
-    text = dict(mapping(raw, "text_config"))
-    if (named := text.get("model_type")) not in (None, usual := f"{kind.removesuffix('_assistant')}_text"):
+    text, usual = mapping(raw, "text_config"), f"{kind.removesuffix('_assistant')}_text"
+    if (named := text.get("model_type")) not in (None, usual):
         raise ValueError(f"text_config.model_type={shown(named)} must be {usual!r}, as a {kind} has it.")
     differing = mapping(text, "per_layer_config")
     if strange := [each for each in differing.values() if not isinstance(each, Mapping) or set(each) - HEADS_OF_LAYER]:

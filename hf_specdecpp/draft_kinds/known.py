@@ -82,10 +82,9 @@ def ready_made(draft: CausalLM | Repository) -> PublishedKind | None:
     for kind in PUBLISHED:
         if kind.model_class is not None and isinstance(draft, kind.model_class):
             return kind
-    raw = raw_config(draft)
-    if raw is None or raw.get("model_type") == SpecDecPPConfig.model_type or "draft_kind" in raw:
-        return None
-    return next((kind for kind in PUBLISHED if kind.is_marked(raw)), None)
+    raw = raw_config(draft) or {}
+    found = None if raw.get("model_type") == SpecDecPPConfig.model_type else recognise(raw)
+    return found if isinstance(found, PublishedKind) and found.is_marked(raw) else None
 
 
 def multi_token_layers(

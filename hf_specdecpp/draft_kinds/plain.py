@@ -13,7 +13,7 @@ from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds import pard
-from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts, pinned, raw_config
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts, draft_of, pinned, raw_config, target_for
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.files import Repository
@@ -36,12 +36,7 @@ class Independent(DraftKind):
 
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
         """Load or take the model. An adapter is merged into a model loaded here, not into a user's model object."""
-        chosen, revision = (config.draft_id, config.draft_revision) if how.draft is None else (how.draft, None)
-        if chosen is None:
-            raise ValueError(
-                "config.json names no draft model (draft_id), so there is nothing to draft with. Write its Hub id "
-                "there, or give the draft: from_pretrained(repo, draft=model_or_folder)."
-            )
+        chosen, revision = draft_of(config, how.draft)
         is_named = isinstance(chosen, str | Path)
         source: Any = Repository(str(chosen), revision, None, how.hub_kwargs) if is_named else base_model(chosen)
         raw = raw_config(source) or {}
@@ -89,16 +84,12 @@ class EarlyExit(DraftKind):
         return Drafter(draft, parts.draft_vocab, shares_target=True, fusion=parts.module)
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        if to.target is None:
-            raise ValueError(
-                "This assistant drafts with layers of a target that its config.json does not name (target_id), so "
-                "there are no weights to export. Name it: --target ID_OR_FOLDER."
-            )
-        target = load_model(to.target, to.revision)
+        name = target_for(to)
+        target = load_model(name, to.revision)
         check_hash(target, config.vocab_hash, config.target_id)
         draft = self.make(config, parts, Loading(target=target)).model
-        exported = write_plain_model(draft, to.target, to.revision, config, to)
-        kinds = sorted(name for name, each in per_layer(target.config).items() if len(set(map(str, each))) > 1)
+        exported = write_plain_model(draft, name, to.revision, config, to)
+        kinds = sorted(field for field, each in per_layer(target.config).items() if len(set(map(str, each))) > 1)
         if kinds and config.draft_layers != list(range(draft.config.num_hidden_layers)):
             exported.notes.append(
                 f"The target's layers are of several kinds ({', '.join(kinds)}), and these are not its first ones. An "

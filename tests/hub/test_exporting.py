@@ -134,7 +134,7 @@ def test_the_target_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="whose tokenizer differs"):
         export(tmp_path / "assistant", tmp_path / "wrong", tmp_path / "other")
     change_json(tmp_path / "assistant" / "config.json", target_id=None)
-    with pytest.raises(ValueError, match=r"does not name \(target_id\).*Name it: --target"):
+    with pytest.raises(ValueError, match=r"names no target \(target_id\).*Name it: --target"):
         export(tmp_path / "assistant", tmp_path / "unnamed")
     assert not (tmp_path / "wrong").exists()
     assert not (tmp_path / "unnamed").exists()

@@ -261,7 +261,7 @@ def test_a_config_that_makes_no_sense(folder: Path, changes: dict[str, Any], mes
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"draft_layers": [0, 3]}, r"ascending layer indices from 0 to 2: the target has 3 layers"),
-    ({"draft_kind": "independent", "draft_id": None}, "names no draft model"),
+    ({"draft_kind": "independent", "draft_id": None}, "names no draft"),
 ])  # fmt: skip
 def test_a_config_that_does_not_fit_the_target(folder: Path, changes: dict[str, Any], message: str) -> None:
     repos.change_json(folder / "config.json", **changes)

@@ -22,41 +22,24 @@ class DFlashSettings:
 
     Example: with `block_size=8` and `reads=[1, 9, 17]` one forward pass over the last token and 7 mask tokens returns
     the distributions of 7 candidates. The rows attend to the outputs of the target's layers 1, 9 and 17 (from 0).
-
-    Args:
-        layer: arguments of the `Qwen3Config` of the draft's layers.
-        reads: target layers whose outputs are read, in the order of concatenation.
-        block_size: rows of a block: the last token of the sequence, then mask tokens.
-        mask_token_id: id of the mask token in the target's vocabulary.
-        embedding_scale: factor of the embeddings.
-        output_multiplier: factor of the logits.
-        logit_cap: bound of the multiplied logits: cap * tanh(logits / cap); `None` for no bound.
-        scales_as_target: take `output_multiplier` and `logit_cap` from the target's config (Muse Glimmer).
-        is_causal: whether rows do not attend to later rows of their block; `None`: True in layers with a window only.
-        includes_window: whether a window of w covers the w tokens before a row, rather than w - 1.
-        samples_anchor: whether the row of the last token proposes the first candidate; otherwise that row is unused.
-        reads_normed: whether the output of the target's last layer is read after the target's final norm.
-        num_target_layers: number of layers of the target that the draft was trained for, if known.
-        draft_vocab_size: number of tokens that the draft may propose; `None` for all.
-        own_embeddings, own_head: whether the draft has its own embeddings or LM head, or uses the target's.
     """
 
-    layer: dict[str, Any]
-    reads: list[int]
-    block_size: int
-    mask_token_id: int
-    embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    logit_cap: float | None = None
-    scales_as_target: bool = False
-    is_causal: bool | None = None
-    includes_window: bool = False
-    samples_anchor: bool = False
-    reads_normed: bool = True
-    num_target_layers: int | None = None
-    draft_vocab_size: int | None = None
-    own_embeddings: bool = False
-    own_head: bool = False
+    layer: dict[str, Any]  # arguments of the `Qwen3Config` of the draft's layers
+    reads: list[int]  # target layers whose outputs are read, in the order of concatenation
+    block_size: int  # rows of a block: the last token of the sequence, then mask tokens
+    mask_token_id: int  # in the target's vocabulary
+    embedding_scale: float = 1.0  # factor of the embeddings
+    output_multiplier: float = 1.0  # factor of the logits
+    logit_cap: float | None = None  # bound of the multiplied logits: cap * tanh(logits / cap); `None` for no bound
+    scales_as_target: bool = False  # take `output_multiplier` and `logit_cap` from the target's config (Muse Glimmer)
+    is_causal: bool | None = None  # whether rows see no later rows of their block; `None`: in layers with a window only
+    includes_window: bool = False  # whether a window of w covers the w tokens before a row, rather than w - 1
+    samples_anchor: bool = False  # whether the row of the last token proposes the first candidate; else it is unused
+    reads_normed: bool = True  # whether the output of the target's last layer is read after the target's final norm
+    num_target_layers: int | None = None  # of the target that the draft was trained for, if known
+    draft_vocab_size: int | None = None  # number of tokens that the draft may propose; `None` for all
+    own_embeddings: bool = False  # otherwise the draft uses the target's
+    own_head: bool = False  # otherwise the draft uses the target's LM head
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -88,7 +71,7 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
     checkpoints.refuse_other_types(raw, kind)
     is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
     layers = checkpoints.mapping(raw, "transformer_layer_config") if is_nested else raw
-    own = checkpoints.mapping(raw, "dflash_config")
+    own = nested(raw)
     given: Any = {**raw, **own}
     layer, has_other_windows = _layer(layers, given, is_theirs)
     ids = given.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
@@ -114,6 +97,11 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
         num_target_layers=given.get("num_target_layers"),
         draft_vocab_size=raw.get("draft_vocab_size"),
     )
+
+
+def nested(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields within `dflash_config` and `dspark_config`, which override those at the top level."""
+    return {**checkpoints.mapping(raw, "dflash_config"), **checkpoints.mapping(raw, "dspark_config")}
 
 
 def usual_reads(depth: Any, num_layers: int) -> list[int] | None:

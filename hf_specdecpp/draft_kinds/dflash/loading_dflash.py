@@ -1,28 +1,31 @@
-"""DFlash drafts (`DFlash`): read the files, whose tensor names depend on the format, and bind a draft to its target."""
+"""DFlash drafts (`DFlash`): read the files, whose tensor names depend on the format, bind a draft to its target, and
+export DFlash and DSpark drafts with a confidence head to other engines."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, target_of
-from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, DFlashSettings, read_settings
-from hf_specdecpp.draft_kinds.dflash.exporting_dflash import write_dspark
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, own_modules, target_of
+from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, TRANSFORMERS, DFlashSettings, read_settings
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned
-from hf_specdecpp.files import Repository, Weights, read_fields
+from hf_specdecpp.estimation.acceptance_head import Calibration
+from hf_specdecpp.estimation.estimators import MODES
+from hf_specdecpp.files import CHECKPOINT, Repository, Weights, read_fields, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
 from hf_specdecpp.models.target_states import FINAL
-from hf_specdecpp.serving import Destination, Exported
-
-Settings = TypeVar("Settings", bound=DFlashSettings)
+from hf_specdecpp.serving import AS_DSPARK, TEMPERATURES, Destination, Exported, commands_for
 
 ORIGINAL = {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}
 # Patterns from names in a file to names in `DFlashModel`. Example: `encoder.output_norm_enc.weight` becomes
@@ -32,15 +35,12 @@ RENAMED = (
     (r"^(encoder\.)?fc\.", "reader.fc."),
     (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
 )
-# Ignored: buffers, and the target's norm, which speculators stores for training.
-NAMES = Names(
-    RENAMED, r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$", lambda name: ORIGINAL.get(name, name)
-)
+# Not read: buffers, and the target's norm, which speculators stores for training.
+IGNORED = r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$"
 HEADS = (
     "With a head that is known before a candidate is drawn (specdecpp train --head-only) it is exported as a DSpark "
     "draft; other heads read the candidate or its state, which engines do not have when they ask"
 )
-OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # settings: modules of `DFlashModel`
 
 
 class DFlash(StoredKind):
@@ -65,7 +65,7 @@ class DFlash(StoredKind):
         "It takes the target's own embeddings and LM head, so it works with the target that it was trained for alone: "
         "load that one, or a draft of this one."
     )
-    title, names = "DFlash draft", NAMES
+    title, renamed, ignored = "DFlash draft", RENAMED, IGNORED
     settings_class = DFlashSettings
     model_class: ClassVar[type[DFlashModel]] = DFlashModel
     drafter: ClassVar[type[DFlashDraft]] = DFlashDraft
@@ -80,23 +80,61 @@ class DFlash(StoredKind):
         is_called_so = any(name in names for name in ("dflash", "domino"))
         return "dflash_config" in raw or is_called_so or set(raw) >= OF_TRANSFORMERS
 
+    def original(self, name: str) -> str:
+        return ORIGINAL.get(name, name)
+
     def fields(self, raw: Config) -> dict[str, Any]:
         """Return `target_id` (or `None`), and `vocab_size`, which transformers compares with the target's."""
-        return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
+        return {"target_id": target_of(raw), "vocab_size": self.block_of(raw).layer.get("vocab_size")}
 
-    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-        return self.build(self.settings_of(raw, NAMES.here(tensors, source)), tensors, source)
+    def block_of(self, raw: Config) -> DFlashSettings:
+        """Read the settings of the block from a published config, without its tensors; `ValueError` if damaged."""
+        return read_settings(raw)
 
-    def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DFlashSettings:
-        """Read the settings from a config; the tensors `named`, by name in the module, show which modules there are."""
-        return with_own_modules(read_settings(raw), named)
+    def settings_of(self, raw: Config, named: Mapping[str, Tensor], source: str) -> DFlashSettings:
+        block = self.block_of(raw)
+        return replace(block, **own_modules(named, block.draft_vocab_size, block.layer.get("vocab_size")))
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write a DSpark checkpoint: the published draft, with the head of an assistant (`inputs="path"`)."""
-        source = Repository(str(config.draft_id), config.draft_revision)
+        """Write the published draft as a DSpark checkpoint with an assistant's head (`inputs="path"`), and for SGLang
+        the temperatures of its calibration. `ValueError` if engines read no DSpark draft of this form.
+
+        The draft's tensors are copied. A DFlash draft also gets a Markov head of zeros, which changes no logits:
+        engines load no confidence head without one."""
+        source, settings, head = Repository(str(config.draft_id), config.draft_revision), parts.module.settings, to.head
         raw = read_fields(source.file("config.json"), self.most_config_bytes)
-        tensors = NAMES.here(Weights.of(source).all(), source.full_name)
-        return write_dspark(raw, NAMES.in_file(tensors, None), parts.module.settings, to)
+        if raw.get("model_type") == TRANSFORMERS or settings.reads != sorted(set(settings.reads)):
+            raise ValueError(
+                f"The draft is of model_type {raw.get('model_type')!r} and reads layers {settings.reads}. Engines read "
+                "DSpark drafts in the format of z-lab or speculators, whose layers ascend, so nothing is exported. "
+                "Look for the draft in another format."
+            )
+        named = self.here(Weights.of(source).all(), source.full_name)
+        written = {self.original(name): named[name] for name in named if not name.startswith(CONFIDENCE)}
+        size, vocab_size = settings.layer["hidden_size"], settings.layer["vocab_size"]
+        if f"{MARKOV}w1.weight" not in written:
+            like = written["fc.weight"]
+            written[f"{MARKOV}w1.weight"] = like.new_zeros(vocab_size, RANK)
+            written[f"{MARKOV}w2.weight"] = like.new_zeros(settings.draft_vocab_size or vocab_size, RANK)
+        rank = written[f"{MARKOV}w1.weight"].shape[1]
+        weight, bias, temperatures = fold(head, settings.places)
+        # llama.cpp reads no head without inputs for the Markov embedding.
+        written[f"{CONFIDENCE}proj.weight"] = functional.pad(weight, (0, size + rank - weight.shape[1]))
+        written[f"{CONFIDENCE}proj.bias"] = bias
+        fields = {
+            "block_size": settings.block_size,
+            "mask_token_id": settings.mask_token_id,
+            "sample_from_anchor": settings.samples_anchor,
+            "markov_rank": rank,
+            "markov_head_type": getattr(settings, "markov_head", "vanilla"),
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+        save_tensors(written, to.folder / CHECKPOINT)
+        save_text(json.dumps({"temperatures": temperatures}) + "\n", to.folder / TEMPERATURES)
+        described = config_of(raw, fields, settings.reads)
+        save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
+        return Exported(commands_for(replace(to, num_tokens=settings.places), AS_DSPARK), [NOTE])
 
     def misfit(self, module: DFlashModel, target: CausalLM) -> str | None:
         config, settings = target.config.get_text_config(decoder=True), module.settings
@@ -114,20 +152,19 @@ class DFlash(StoredKind):
             return f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
         return outside(settings.layer.get("vocab_size"), target)
 
-    def bind(self, module: DFlashModel, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        super().bind(module, target, name, dtype)
+    def adapt(self, module: DFlashModel, target: CausalLM) -> None:
         config = target.config.get_text_config(decoder=True)
         # Copies of the target's weights, as in files of `speculators`, are dropped to save memory.
-        shared = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
-        for own_name, part in OWN.items():
-            own, of_target = getattr(module, part), shared[own_name]
-            if own is None or is_quantised(of_target) or own.weight.shape != of_target.weight.shape:
+        theirs = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+        for name, part in theirs.items():
+            own = getattr(module, name)
+            if own is None or is_quantised(part) or own.weight.shape != part.weight.shape:
                 continue
-            if torch.equal(own.weight, of_target.weight.to(own.weight)):
-                setattr(module, part, None)
-                dropped: dict[str, Any] = {own_name: False}
-                module.settings = replace(module.settings, **dropped)
-        settings = module.settings
+            if torch.equal(own.weight, part.weight.to(own.weight)):
+                setattr(module, name, None)
+        module.settings = settings = replace(
+            module.settings, own_embeddings=module.embed_tokens is not None, own_head=module.lm_head is not None
+        )
         if settings.scales_as_target:
             multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
             module.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
@@ -135,11 +172,39 @@ class DFlash(StoredKind):
         module.reader.reads = [FINAL if read == final else read for read in settings.reads]
 
 
-def with_own_modules(settings: Settings, named: Mapping[str, Tensor]) -> Settings:
-    """Return the settings with `own_embeddings` and `own_head` set if `named` has their tensors (names in the module).
-    A draft with fewer tokens than the target always has its own head; with all, `draft_vocab_size` is `None`."""
-    count = settings.draft_vocab_size
-    is_reduced = count not in (None, settings.layer.get("vocab_size"))
-    own = {name: f"{part}.weight" in named for name, part in OWN.items()}
-    own["own_head"] |= is_reduced
-    return replace(settings, draft_vocab_size=count if is_reduced else None, **own)  # type: ignore[arg-type]
+# For other engines. ---------------------------------------------------------------------------------------------------
+
+RANK = 8  # of a Markov head of zeros
+NAMED = {"architectures": ["DSparkDraftModel"]}
+MARKOV, CONFIDENCE = "markov_head.markov_", "confidence_head."
+NOTE = (
+    "The confidence head decides how many candidates are verified: with enable_adaptive_verification (vLLM), "
+    f"SGLANG_RAGGED_VERIFY_MODE and a temperature for each place in {TEMPERATURES} (SGLang), or --spec-draft-p-min, "
+    "the least confidence, which has to be tuned (llama.cpp). The calibration learned while generating stays here."
+)
+
+
+def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str, Any]:
+    """Return the published config `raw` with DSpark's `fields` at the top level, for SGLang's modules. In the original
+    format the layers `reads` are added to these fields, and all are repeated in `dflash_config`, for SGLang's settings.
+    """
+    if SPECULATORS in raw:
+        named = {**mapping(raw, "speculators_config"), "algorithm": "dspark"}
+        return {**raw, **fields, **NAMED, SPECULATORS: "dspark", "speculators_config": named}
+    fields = {**fields, "target_layer_ids": reads}
+    parts = {name: {**mapping(raw, name), **fields} for name in ("dflash_config", "dspark_config") if raw.get(name)}
+    parts["dflash_config"] = {**parts.get("dflash_config", fields), "projector_type": "dspark"}
+    own = {} if "DSpark" in str(raw.get("architectures")) else NAMED
+    return {**raw, **fields, **own, **parts}
+
+
+def fold(head: Any, places: int) -> tuple[Tensor, Tensor, list[float]]:
+    """Return weight and bias of a DSpark confidence head, and a temperature for each of `places` candidates. Weight and
+    bias include the bias and the geometric mean temperature of the head's calibration (that for sampled targets, if it
+    has one); the temperatures are divided by that mean."""
+    known = [head.calibration[mode] for mode in MODES if mode in head.calibration]
+    calibration = known[0] if known else Calibration()
+    found = [calibration.temperatures[min(place, len(calibration.temperatures) - 1)] for place in range(places)]
+    mean = math.exp(sum(map(math.log, found)) / places)
+    weight, bias = (each.detach().cpu().float() for each in (head.output.weight, head.output.bias))
+    return weight / mean, (bias + calibration.bias) / mean, [each / mean for each in found]

@@ -235,13 +235,19 @@ class BlockSteps(RoundSteps):
         block = draft.block_after(anchor).to(self.dtype)
         count, size = states.shape[1], block.shape[1]
         places = self._places(count, size, window.last)
-        rows = _Rows(cache, places, count, size)
+        keys, seen = self._keys(cache, places[:, count, None], count, size)
         cache.begin_pass(count + size)
         positions = cache.length[:, None] + places
         if cache.prompt is not None:
             positions = positions + cache.prompt.offset
-        hidden = self.model.through(block, self.model.reader(states), positions, rows.mask, rows.extended)
-        hidden = hidden[:, -draft.settings.places :]
+        layers: list[Any] = cache.layers
+        hidden = self.model.through(
+            block,
+            self.model.reader(states),
+            positions,
+            lambda view, _: visible(view, places[:, count:], keys, seen),
+            lambda place, *rows: layers[place].update(*rows),
+        )[:, -draft.settings.places :]
         logits, previous = draft.head_logits(hidden), anchor
         memory = hidden.new_zeros((*previous.shape, draft.memory_size))
         for place in range(hidden.shape[1]):
@@ -257,29 +263,16 @@ class BlockSteps(RoundSteps):
         span = torch.arange(count + size, device=last.device)
         return torch.where(span < count, span, span - count + last[:, None] + 1)
 
-
-class _Rows:
-    """Keys, values and masks of a pass over `count` rows of a window and `size` of a block (`BlockSteps._places`)."""
-
-    def __init__(self, cache: FixedCache, places: Tensor, count: int, size: int) -> None:
-        self.cache, self.size = cache, size
-        begin = cache.length[:, None]
-        rows = torch.arange(cache.capacity, device=places.device) - begin  # negative: rows held before the pass
+    def _keys(self, cache: FixedCache, first: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
+        """Positions `[texts, capacity]` of the cache's rows as in `_places`, and bool `[texts, 1, capacity]`: whether
+        they are of the text or the block. `first` `[texts, 1]`: that of the block, the window's length without dummies.
+        """
+        rows = torch.arange(cache.capacity, device=first.device) - cache.length[:, None]  # negative: before the pass
         own = rows - count
-        self.is_block = (own >= 0) & (own < size)
-        first = places[:, count, None]  # of the block, and the number of tokens in the window without dummies
-        self.is_text = rows < first
+        is_block, is_text = (own >= 0) & (own < size), rows < first
         if cache.prompt is not None:
-            self.is_text = self.is_text & cache.prompt.shown
-        self.keys = torch.where(own >= 0, own + first, rows)
-        self.queries = places[:, count:]
-
-    def mask(self, view: tuple[int | None, bool], _keys: Tensor) -> Tensor:
-        return visible(view, self.queries, self.keys, (self.is_text | self.is_block)[:, None])
-
-    def extended(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        layer: Any = self.cache.layers[place]
-        return layer.update(keys, values)
+            is_text = is_text & cache.prompt.shown
+        return torch.where(own >= 0, own + first, rows), (is_text | is_block)[:, None]
 
 
 class DFlashDraft(StateDraft):

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hf_specdecpp.config.value_checks import CURE, shown
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, refuse
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, own_modules, refuse
 from hf_specdecpp.draft_kinds.dflash import config_dflash
-from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
+from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings, nested
 from hf_specdecpp.draft_kinds.dspark.gemma4_layers import in_gemma4
 
 # Architectures of DeepSpec. Their config is a copy of the target's, whose fields `OF_THE_TARGET` are not the draft's.
@@ -21,40 +21,25 @@ OF_THE_TARGET = (
     "model_type", "partial_rotary_factor", "rope_scaling", "layer_types", "sliding_window", "use_sliding_window",
     "max_window_layers",
 )  # fmt: skip
-KNOWN = (*COPIES, "Lfm2DSparkDraftModel", "DSparkDraftModel", "DSparkSpeculator", "DFlashDraftModel")
-# Fields and architectures of drafts that share DSpark's name, and what is different in them.
-RELATIVES = {
+# Names with "dspark" in them, of architectures and of a field, that are read; others belong to relatives of DSpark.
+KNOWN = (*COPIES, "Lfm2DSparkDraftModel", "DSparkDraftModel", "DSparkSpeculator", "dspark_config")
+RELATIVES = {  # other fields of relatives, and what is different in them
     "enable_qwen35_gated_q_proj": "queries with an output gate",
-    "Qwen35DSparkModel": "queries with an output gate, and heads of which a part is rotated",
     "has_embed_tokens": "attention sinks and quantised weights (Nemotron 3.5)",
     "pard_token": "attention sinks and quantised weights (Nemotron 3.5)",
-    "K3DSparkModel": "layers of Kimi K3, with latent attention",
-    "Glm5DSparkForCausalLM": "layers of GLM 5, with latent attention",
-    "MuseSparkDSparkModel": "layers of Muse Spark",
-    "Qwen3OmniDSparkModel": "layers of Qwen 3 Omni",
-    "DSparkMiniMaxDraftModel": "layers of MiniMax",
 }
 
 
 @dataclass(frozen=True)
 class DSparkSettings(DFlashSettings):
-    """Settings of the block (`DFlashSettings`), and of the two heads of DSpark.
+    """Settings of the block (`DFlashSettings`), and of the two heads of DSpark."""
 
-    Args:
-        markov_rank: rank of the bias by the token before a candidate; 0 without a bias, as in DeepSpec's DFlash drafts.
-        markov_head: how the bias is computed (`MarkovHead`).
-        confidence_head: whether the draft has a confidence head.
-        confidence_with_markov: whether the confidence head reads the state and also the Markov embedding of that token.
-        says_layout: whether the config says which row proposes the first candidate (`samples_anchor`).
-        gemma4_layers: whether the layers are those of Gemma 4 (`gemma4_layers.py`), rather than Qwen3's.
-    """
-
-    markov_rank: int = 0
-    markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"
-    confidence_head: bool = False
-    confidence_with_markov: bool = False
-    says_layout: bool = True
-    gemma4_layers: bool = False
+    markov_rank: int = 0  # of the bias by the token before a candidate; 0 without a bias: DeepSpec's DFlash drafts
+    markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"  # how the bias is computed (`MarkovHead`)
+    confidence_head: bool = False  # whether the draft has one
+    confidence_with_markov: bool = False  # whether that head also reads the Markov embedding of the token before
+    says_layout: bool = True  # whether the config says which row proposes the first candidate (`samples_anchor`)
+    gemma4_layers: bool = False  # layers of Gemma 4 (`gemma4_layers.py`), rather than Qwen3's
 
 
 def architectures(raw: Mapping[str, Any]) -> list[str]:
@@ -62,20 +47,14 @@ def architectures(raw: Mapping[str, Any]) -> list[str]:
     return list(map(str, found)) if isinstance(found, list) else [str(found)]
 
 
-def nested(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields within `dflash_config` and `dspark_config`, which override those at the top level."""
-    return {**mapping(raw, "dflash_config"), **mapping(raw, "dspark_config")}
-
-
 def read_block(raw: Mapping[str, Any]) -> DFlashSettings:
     """Read the settings of the block; `ValueError` as `config_dflash.read_settings`, for layer ids that do not ascend,
     and as `refuse_relatives`."""
     refuse_relatives(raw)
-    fields = {**raw, "dflash_config": nested(raw)}
     if set(COPIES) & set(architectures(raw)):
-        fields = {name: value for name, value in fields.items() if name not in OF_THE_TARGET}
-        fields["rope_parameters"] = {"rope_theta": mapping(raw, "rope_parameters").get("rope_theta")}
-    block = config_dflash.read_settings(fields, "dspark")
+        rope = {"rope_theta": mapping(raw, "rope_parameters").get("rope_theta")}
+        raw = {name: value for name, value in raw.items() if name not in OF_THE_TARGET} | {"rope_parameters": rope}
+    block = config_dflash.read_settings(raw, "dspark")
     if block.reads != sorted(set(block.reads)):
         raise ValueError(
             f"The draft reads layers {block.reads} of its target, which must ascend in a DSpark draft. {CURE}"
@@ -110,8 +89,9 @@ def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DSpark
                 "not belong together: download the repository again."
             )
     first, says_layout = _layout(raw, given, block.block_size)
+    count, vocab_size = found["draft_vocab_size"], block.layer.get("vocab_size")
     return DSparkSettings(
-        **{**vars(block), "samples_anchor": first, "draft_vocab_size": found["draft_vocab_size"]},
+        **{**vars(block), "samples_anchor": first, **own_modules(named, count, vocab_size)},
         markov_rank=rank,
         markov_head=found.get("markov_head_type", "vanilla"),
         confidence_head=width is not None,
@@ -143,14 +123,15 @@ def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -
 
 
 def refuse_relatives(raw: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a config of `RELATIVES`, or with an unknown field or architecture named like DSpark."""
-    names = [*architectures(raw), *raw]
-    found = {name: RELATIVES[name] for name in names if name in RELATIVES}
-    found |= {name: "layers within the target's own checkpoint" for name in raw if is_embedded(name)}
-    unknown = [name for name in names if "dspark" in name.lower() and name not in (*KNOWN, "dspark_config")]
-    found |= {name: "layers that are not known" for name in unknown if name not in found}
-    for name, reason in found.items():
-        refuse(f"relative of DSpark ({name[:80]}) with {reason}")
+    """Raise `ValueError` for a config of a relative of DSpark: one of `RELATIVES`, or of another architecture."""
+    for name in (*architectures(raw), *raw):
+        different = RELATIVES.get(name)
+        if is_embedded(name):
+            different = "layers within the target's own checkpoint"
+        elif different is None and "dspark" in name.lower() and name not in KNOWN:
+            different = "layers that are not known"
+        if different is not None:
+            refuse(f"relative of DSpark ({name[:80]}) with {different}")
 
 
 def is_embedded(name: str) -> bool:

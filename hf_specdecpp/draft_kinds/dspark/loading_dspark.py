@@ -7,22 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.utils import logging
 
-from hf_specdecpp.draft_kinds.acceptance import agreements
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, target_of
-from hf_specdecpp.draft_kinds.dflash.loading_dflash import HEADS, DFlash, with_own_modules
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS
+from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings, nested
+from hf_specdecpp.draft_kinds.dflash.loading_dflash import HEADS, DFlash
 from hf_specdecpp.draft_kinds.draft_kind import Config
 from hf_specdecpp.draft_kinds.dspark import config_dspark
-from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings, nested, read_block
+from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings, read_block
 from hf_specdecpp.draft_kinds.dspark.gemma4_layers import with_values
 from hf_specdecpp.draft_kinds.dspark.modeling_dspark import DSparkDraft, DSparkModel
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
-
-logger = logging.get_logger("hf_specdecpp")
 
 
 class DSpark(DFlash):
@@ -33,6 +29,7 @@ class DSpark(DFlash):
     title = "DSpark draft"
     settings_class, model_class, drafter = DSparkSettings, DSparkModel, DSparkDraft
     served_by = f"vLLM, SGLang and llama.cpp (converted) serve its own repository, with the method dspark. {HEADS}"
+    unsaid = "which row of a block proposes the first candidate (sample_from_anchor)"
 
     def recognises(self, raw: Config) -> bool:
         parts = [raw, *(raw[name] for name in NESTED if isinstance(raw.get(name), Mapping))]
@@ -41,11 +38,11 @@ class DSpark(DFlash):
         has_markov = any(part.get("markov_rank") for part in parts)
         return is_called_so or has_markov or any(map(config_dspark.is_embedded, raw))
 
-    def fields(self, raw: Config) -> dict[str, Any]:
-        return {"target_id": target_of(raw), "vocab_size": read_block(raw).layer.get("vocab_size")}
+    def block_of(self, raw: Config) -> DFlashSettings:
+        return read_block(raw)
 
-    def settings_of(self, raw: Config, named: Mapping[str, Tensor]) -> DSparkSettings:
-        return with_own_modules(config_dspark.read_settings(raw, named), named)
+    def settings_of(self, raw: Config, named: Mapping[str, Tensor], source: str) -> DSparkSettings:
+        return config_dspark.read_settings(raw, named)
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
         if {**raw, **nested(raw)}.get("rope_is_neox_style") is False:
@@ -66,29 +63,13 @@ class DSpark(DFlash):
         head.is_published = True
         return head
 
-    def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """As in `DFlash`. If the config does not say which row proposes the first candidate, also measures the
-        `agreement` of both readings, keeps the better one, and sets `module.agreement`. Without a tokenizer that fits,
-        keeps the usual reading (`_layout`). Warns if the choice was not measured, or is not the usual reading."""
-        super().bind(module, target, name, dtype)
-        module.agreement, usual = [], module.settings
-        if usual.says_layout or usual.block_size < 2:
-            return
-
-        def read(first: bool) -> DSparkDraft:
-            module.settings = replace(usual, samples_anchor=first)
-            return DSparkDraft(module, target)
-
-        rates = agreements(read, (usual.samples_anchor, not usual.samples_anchor), target)
-        chosen = max(rates, key=lambda first: rates[first][0], default=usual.samples_anchor)
-        module.settings = replace(usual, samples_anchor=chosen, says_layout=bool(rates))  # measured once
-        module.agreement = rates.get(chosen, [])
-        found = ", and ".join(f"{shares[0]:.0%} as {ROWS[first]}" for first, shares in rates.items())
-        log = logger.info if rates and chosen == usual.samples_anchor else logger.warning
-        log(
-            f"{name} does not say which row of a block proposes the first candidate (sample_from_anchor). That is "
-            f"taken to be {ROWS[chosen]}: the first candidates {f'agree to {found}' if found else 'are not known'}."
-        )
+    def readings(self, module: Any, target: CausalLM) -> dict[str, DSparkSettings]:
+        """The usual row (`_layout`) and the other one, unless the config says which row it is."""
+        settings = module.settings
+        if settings.says_layout or settings.block_size < 2:
+            return {"": settings}
+        usual = settings.samples_anchor
+        return {ROWS[row]: replace(settings, samples_anchor=row, says_layout=True) for row in (usual, not usual)}
 
 
 NESTED = ("dflash_config", "dspark_config")

@@ -67,7 +67,6 @@ class DSparkModel(DFlashModel):
         # A linear layer on a row's state, and maybe on the embedding of the token before, for `DSpark.head_of`.
         width = size + settings.markov_rank * settings.confidence_with_markov
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)}) if settings.confidence_head else None
-        self.agreement: list[float] = []  # by `DSpark.bind`, if that measured it
 
     @property
     def layer_class(self) -> Any:
@@ -80,7 +79,6 @@ class DSparkDraft(DFlashDraft):
 
     def __init__(self, model: DSparkModel, target: CausalLM) -> None:
         super().__init__(model, target)
-        self.agreement = model.agreement
         self.memory_size = 0 if model.markov_head is None else model.markov_head.memory_size
         self.hidden_size += model.settings.markov_rank
 

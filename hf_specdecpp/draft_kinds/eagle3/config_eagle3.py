@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoConfig
 
-from hf_specdecpp.config.value_checks import check_layers, check_numbers, check_types, check_values, shown
+from hf_specdecpp.config.value_checks import LAYER, check_layers, check_numbers, check_types, check_values, shown
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import DEFAULT_THETA, SPECULATORS, mapping
 
-LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+LAYER_TYPES = ("llama", "qwen3")
 NUM_USUAL = 3  # number of layers whose outputs are read if a checkpoint lists none
 OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")  # not in Llama's config
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # settings, named as in configs
@@ -49,10 +49,10 @@ class Eagle3Settings:
     def __post_init__(self) -> None:
         check_types(self)
         check_numbers({**vars(self), "layer": {}})
-        check_layers(self._arguments())
+        check_layers(self.layer, known=("model_type", *LAYER))
         if self.layer.get("vocab_size") is None:
             raise ValueError("layer.vocab_size is missing, so it is not known how many tokens the draft was made for.")
-        if (found := self.layer.get("model_type")) not in tuple(LAYER_CONFIGS):
+        if (found := self.layer.get("model_type")) not in LAYER_TYPES:
             raise ValueError(f"A draft with layers of type {found!r} is not known; there are 'llama' and 'qwen3'.")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
@@ -79,29 +79,18 @@ class Eagle3Settings:
             )
 
     def layer_config(self) -> Any:
-        return LAYER_CONFIGS[self.layer["model_type"]](**self._arguments())
-
-    def _arguments(self) -> dict[str, Any]:
-        return {name: value for name, value in self.layer.items() if name != "model_type"}
+        return AutoConfig.for_model(**self.layer)
 
 
-def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read arguments of `Eagle3Settings` from a `config.json`, to be completed from the tensors (`settings_of`).
-    `ValueError` if a value is missing or invalid, or belongs to another kind of draft.
-
-    `layer` lacks the number of layers and maybe the type. `num_reads` is 0 if only the target's final state is read;
-    otherwise it is missing.
-
-    Args:
-        overrides: values that replace those of the config (`OVERRIDES`).
-    """
-    overrides = check_overrides(overrides or {})
+def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Read arguments of `Eagle3Settings` from a `config.json`, to be `completed` from the tensors; `layer`
+    lacks the number of layers and maybe the type. The mapping `eagle_config` may contain `OVERRIDES`. `ValueError` if a
+    value is missing or invalid, or belongs to another kind of draft."""
     checkpoints.refuse_other_types(raw, "eagle3")
-    is_nested = SPECULATORS in raw
+    is_nested, eagle = SPECULATORS in raw, mapping(raw, "eagle_config")
     inner = mapping(raw, "transformer_layer_config") if is_nested else raw
-    eagle = mapping(raw, "eagle_config")
-    layer = _layer(raw, inner, overrides.get("rope_theta"))
-    given = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # use_aux_norm is an older name
+    layer = _layer(raw, inner, eagle.get("rope_theta"))
+    given = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle}  # use_aux_norm is an older name
     sizes = {
         "state_size": raw.get("target_hidden_size") or layer.get("hidden_size"),
         "draft_vocab_size": raw.get("draft_vocab_size"),
@@ -109,32 +98,37 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     check_numbers({"layer": layer, **sizes})
     needed = {name: layer.get(name) for name in ("vocab_size", "hidden_size")}
     check_values({**sizes, **needed}, {**dict.fromkeys((*sizes, *needed), int), "draft_vocab_size": int | None})
-    outputs = raw.get("target_layer_ids")  # DeepSpec, always outputs of layers
-    ids = outputs or eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
-        raise ValueError(
-            f"{'target_layer_ids' if outputs else 'eagle_aux_hidden_state_layer_ids'}={ids!r} must list layers of the "
-            "target in whole numbers, since the draft reads their outputs. Correct it in config.json, or leave it out "
-            "and say eagle3={'reads': [...]}."
-        )
-    if is_nested and ids and 0 in ids:
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
-            f"hf_specdecpp reads outputs of layers. {checkpoints.INSTEAD}."
-        )
-    reads = overrides.get("reads") or outputs
-    if reads is None and is_nested and ids and ids[0] > 1:  # a first id of 1 may count outputs (converted checkpoints)
-        reads = [each - 1 for each in ids]
-    reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
+    reads_layers = given.get("use_aux_hidden_state") is not False
+    ids, reads = _layers_to_read(raw, eagle, is_nested) if reads_layers else (None, None)
     return {
         **sizes,
         "layer": layer,
         "layer_ids": ids,
         "reads": reads,
-        "own_embeddings": overrides.get("own_embeddings", True),
+        "num_reads": len(ids or range(NUM_USUAL)) if reads_layers else 0,
+        "own_embeddings": eagle.get("own_embeddings", True),
         **{name: given.get(name) or False for name in FLAGS},
-        **({} if reads_states else {"num_reads": 0}),
     }
+
+
+def _layers_to_read(raw: Mapping[str, Any], eagle: Mapping[str, Any], is_nested: bool) -> tuple[Any, Any]:
+    """Return the layer ids of a config (`Eagle3Settings.layer_ids`), and their meaning if certain (`reads`)."""
+    outputs, name = raw.get("target_layer_ids"), "eagle_aux_hidden_state_layer_ids"  # the former: DeepSpec, outputs
+    ids = outputs or eagle.get(name) or raw.get(name)
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
+        raise ValueError(
+            f"{'target_layer_ids' if outputs else name}={ids!r} must list layers of the target in whole numbers, since "
+            "the draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
+        )
+    if is_nested and ids and 0 in ids:
+        raise ValueError(
+            f"{name}={ids}: 0 is the target's embeddings in this dialect, and hf_specdecpp reads outputs of layers. "
+            f"{checkpoints.INSTEAD}."
+        )
+    reads = eagle.get("reads") or outputs
+    if reads is None and is_nested and ids and ids[0] > 1:  # a first id of 1 may count outputs (converted checkpoints)
+        reads = [each - 1 for each in ids]
+    return ids, reads
 
 
 def check_overrides(overrides: Any) -> dict[str, Any]:
@@ -151,14 +145,14 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
     return dict(overrides)
 
 
-def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: Any) -> dict[str, Any]:
     """Return the config of the draft's layers without their number; `ValueError` for an unsupported type of layer.
 
     In a flat config with a Llama architecture, `model_type` and sliding windows may be the target's: windows of an
     unknown `model_type` are dropped.
     """
     model_type = inner.get("model_type")
-    is_its_own = model_type in (None, *LAYER_CONFIGS)
+    is_its_own = model_type in (None, *LAYER_TYPES)
     is_flat_llama = inner is raw and isinstance(model_type, str) and "llama" in str(raw.get("architectures")).lower()
     if not is_its_own and not is_flat_llama:
         raise ValueError(
@@ -178,9 +172,9 @@ def usual_reads(depth: int) -> list[int] | None:
     return [layer - 1 for layer in (2, depth // 2, depth - 3)] if depth > 3 else None
 
 
-def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
-    """Return the possible meanings of a checkpoint's layer ids as lists of layers whose outputs are read, the likeliest
-    first; `ValueError` if the target lacks these layers.
+def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
+    """Return the lists of layers that a draft may read in a target of `depth` layers, the likeliest first: its `reads`
+    if known, `[]` for the final state, else what its layer ids may mean. `ValueError` if the target lacks the layers.
 
     Two conventions exist. Ids of layer inputs (EAGLE, vLLM, speculators): id j is the output of layer j - 1. Ids of
     layer outputs (SpecForge, NVIDIA): id j is the output of layer j. If one meaning is the usual list, only that is
@@ -188,28 +182,21 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
 
     Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
     means `[1, 17, 29]` or `[2, 18, 30]`."""
-    usual = usual_reads(depth)
-    if ids is None:
+    if settings.reads is not None or not settings.num_reads:
+        return [settings.reads or []]
+    ids, usual = settings.layer_ids, usual_reads(depth)
+    if not ids:
         if usual is None:
             raise ValueError(
                 f"The checkpoint names no layers, and a target of {depth} layers is too small for the usual ones. Say "
                 "which, counted from 0: eagle3={'reads': [...]}."
             )
         return [usual]
-    after, before = list(ids), [each - 1 for each in ids]
-    likelier_first = [after, before] if ids[0] == 1 else [before, after]
-    found = [reading for reading in likelier_first if min(reading) >= 0 and max(reading) < depth]
+    before = [each - 1 for each in ids]
+    likelier_first = [ids, before] if ids[0] == 1 else [before, ids]
+    found = [reads for reads in likelier_first if min(reads) >= 0 and max(reads) < depth]
     if not found:
         raise ValueError(
-            f"The draft reads layers {list(ids)} of its target, and this one has {depth}. It was trained for another "
-            "target."
+            f"The draft reads layers {ids} of its target, and this one has {depth}. It was trained for another target."
         )
     return [usual] if usual is not None and usual in found else found
-
-
-def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
-    """Return the possible lists of layers that the draft reads: its `reads` if known, `[]` for the target's final
-    state, else those of `readings`."""
-    if settings.reads is not None:
-        return [settings.reads]
-    return readings(settings.layer_ids, depth) if settings.num_reads else [[]]

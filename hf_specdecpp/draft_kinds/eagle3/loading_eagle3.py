@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from transformers.utils import logging
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import LAYER, SLIDING
 from hf_specdecpp.draft_kinds import checkpoints
-from hf_specdecpp.draft_kinds.acceptance import agreements
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, target_of
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, target_of
 from hf_specdecpp.draft_kinds.conditioned import NO_LATE_VERDICTS
-from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned
+from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned, target_for
 from hf_specdecpp.draft_kinds.eagle3 import config_eagle3
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import FLAGS, OF_QWEN3, Eagle3Settings, meanings, usual_reads
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Model
@@ -46,15 +45,6 @@ RENAMED = (
 EMBEDDINGS, MARK = "decoder.embed_tokens.weight", "decoder.layers.0.hidden_norm.weight"
 
 
-def original(name: str) -> str:
-    """Return the name in the original format of a tensor of `Eagle3Model`: the inverse of `RENAMED`."""
-    name = re.sub(r"^(decoder|reader)\.", "", name)
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
-
-
-NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", original)
-
-
 class Eagle3(StoredKind):
     """Draft with a new layer that reads the target's hidden states. Published drafts (`config.draft_id`) are in the
     original format or that of speculators."""
@@ -68,9 +58,10 @@ class Eagle3(StoredKind):
         "late verdicts": NO_LATE_VERDICTS,
     }
     belongs = "It was trained for another target, or is read wrongly."
-    title, names = "EAGLE-3 draft", NAMES
+    title, renamed, ignored = "EAGLE-3 draft", RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
     settings_class, model_class, drafter = Eagle3Settings, Eagle3Model, Eagle3Drafter
     no_model = "an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files"
+    unsaid = "which layers of its target it reads (eagle_aux_hidden_state_layer_ids)"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
         if config.draft_id is None:
@@ -80,7 +71,7 @@ class Eagle3(StoredKind):
 
     def recognises(self, raw: Config) -> bool:
         """Also accepts unmarked Llama and Qwen3 configs of one layer: EAGLE's first drafts have no other sign."""
-        layers = raw.get("num_hidden_layers") if raw.get("model_type") in tuple(config_eagle3.LAYER_CONFIGS) else None
+        layers = raw.get("num_hidden_layers") if raw.get("model_type") in config_eagle3.LAYER_TYPES else None
         return layers == 1 or self.is_marked(raw)
 
     def is_marked(self, raw: Config) -> bool:
@@ -96,20 +87,25 @@ class Eagle3(StoredKind):
             super().override(config, values)
         config.eagle3 = config_eagle3.check_overrides(values)
 
-    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> Eagle3Model:
-        given, named = config_eagle3.read_config(raw, overrides), NAMES.here(tensors, source)
+    def overridden(self, raw: Config, config: SpecDecPPConfig) -> Config:
+        overrides = config_eagle3.check_overrides(config.eagle3 or {})
+        return {**raw, "eagle_config": {**mapping(raw, "eagle_config"), **overrides}}
+
+    def original(self, name: str) -> str:
+        name = re.sub(r"^(decoder|reader)\.", "", name)
+        return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+    def settings_of(self, raw: Config, named: Mapping[str, Tensor], source: str) -> Eagle3Settings:
+        given = config_eagle3.read_config(raw)
         if MARK not in named:  # an ordinary model, a draft of EAGLE-1 or 2, or heads of another method
             older = " It is an EAGLE-1 or EAGLE-2 draft." if "reader.fc.weight" in named else ""
-            raise ValueError(checkpoints.not_of_form(source, self.title, [original(MARK)], []) + older)
-        return self.build(settings_of(given, named), tensors, source)
+            raise ValueError(checkpoints.not_of_form(source, self.title, [self.original(MARK)], []) + older)
+        return completed(given, named)
 
-    def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Eagle3Model]:
-        return partial(self.read, overrides=config.eagle3)
-
-    def unused(self, settings: Eagle3Settings) -> set[str]:
-        """The embeddings if the target's are used; fc if the draft reads the target's final state only."""
+    def build(self, settings: Eagle3Settings, named: dict[str, Tensor], source: str) -> Any:
+        """As in `StoredKind`. Left out are embeddings if the target's are used, and fc if its final state is read."""
         used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
-        return {name for name, is_used in used.items() if not is_used}
+        return super().build(settings, {name: named[name] for name in named if used.get(name, True)}, source)
 
     def misfit(self, module: Eagle3Model, target: CausalLM) -> str | None:
         config, settings = target.config.get_text_config(decoder=True), module.settings
@@ -122,43 +118,21 @@ class Eagle3(StoredKind):
             return f"reads the outputs of layers {found}, counted from 0, and there are {depth}"
         return outside(settings.layer["vocab_size"], target)
 
-    def bind(self, module: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """As in `PublishedKind`; also sets the layers to read. If the layer ids have several `meanings`, measures the
-        `agreement` with each, keeps the best, and sets `module.agreement`. Without a tokenizer that fits, takes the
-        likeliest with a warning."""
-        super().bind(module, target, name, dtype)
-        config, made_for = target.config.get_text_config(decoder=True), module.settings.layer["vocab_size"]
-        if made_for != config.vocab_size:
+    def readings(self, module: Eagle3Model, target: CausalLM) -> dict[str, Eagle3Settings]:
+        """The `meanings` of the layer ids. Also warns if the target has another number of tokens than the draft."""
+        config, settings = target.config.get_text_config(decoder=True), module.settings
+        if (made_for := settings.layer["vocab_size"]) != config.vocab_size:
             logger.warning(
-                f"{name} was made for {made_for} token ids, and the target has {config.vocab_size}. That is harmless "
-                "padding if it is the same tokenizer; if almost nothing is accepted, it is not."
+                f"This EAGLE-3 draft was made for {made_for} token ids, and the target has {config.vocab_size}. That "
+                "is harmless padding if it is the same tokenizer; if almost nothing is accepted, it is not."
             )
-        found, ids = meanings(module.settings, config.num_hidden_layers), module.settings.layer_ids
-
-        def read(place: int) -> Eagle3Drafter:
-            module.set_target(target, found[place])
-            return Eagle3Drafter(module, target)
-
-        rates = agreements(read, range(len(found)), target) if len(found) > 1 else {}
-        module.set_target(target, chosen := found[max(rates, key=lambda place: rates[place], default=0)])
-        module.agreement = max(rates.values(), default=[])
-        if rates:
-            what = f"means the outputs of layers {chosen}, which agree best"
-            logger.info(f"eagle_aux_hidden_state_layer_ids={ids} {what}.")
-        elif len(found) > 1:
-            logger.warning(
-                f"eagle_aux_hidden_state_layer_ids={ids} may mean the outputs of layers {' or '.join(map(str, found))};"
-                f" the former are read. If little is accepted, say otherwise: eagle3={{'reads': {found[1]}}}."
-            )
+        found = meanings(settings, config.num_hidden_layers)
+        return {f"eagle3={{'reads': {reads}}}": replace(settings, reads=reads) for reads in found}
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""
         module: Eagle3Model = parts.module
-        if to.target is None:
-            raise ValueError(
-                "The config of this draft names no target, and what it reads depends on it. Name it: --target ID."
-            )
-        target = load_model_config(to.target).get_text_config(decoder=True)
+        target = load_model_config(target_for(to)).get_text_config(decoder=True)
         depth = target.num_hidden_layers
         reads = meanings(module.settings, depth)[0]
         described = flat_config(module.settings, reads, target)
@@ -170,25 +144,19 @@ class Eagle3(StoredKind):
 # Tensors. -------------------------------------------------------------------------------------------------------------
 
 
-def settings_of(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
+def completed(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
     """Complete the settings of `read_config` from the tensors (by name in the module): number and type of layers,
     `num_reads`, norms, biases and own modules. `ValueError` for Llama layers with a sliding window."""
+    num_reads, size, fc = given["num_reads"], given["state_size"], named.get("reader.fc.weight")
+    if num_reads and fc is not None and fc.dim() == 2 and fc.shape[-1] % size == 0:  # else its shape is refused
+        num_reads = fc.shape[-1] // size or num_reads
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
-    size, vocab_size, num_reads = given["state_size"], given["layer"]["vocab_size"], given.get("num_reads")
-    if num_reads is None:
-        fc = named.get("reader.fc.weight")
-        width = fc.shape[-1] if fc is not None and fc.dim() == 2 else 0
-        num_named = config_eagle3.NUM_USUAL if given["layer_ids"] is None else len(given["layer_ids"])
-        num_reads = num_named if width % size or not width else width // size
-    head, draft_vocab_size = named.get("lm_head.weight"), given["draft_vocab_size"]
-    if draft_vocab_size is None and head is not None and head.dim() and head.shape[0] < vocab_size:
-        draft_vocab_size = head.shape[0]
     count = max(len(layers), 1)  # not from config.json: some files have one layer and a config of 40
     kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
     layer = {"model_type": kind, **given["layer"], "num_hidden_layers": count}
-    types = found if isinstance(found := layer.get("layer_types"), list) else []
+    types = layer["layer_types"][:count] if isinstance(layer.get("layer_types"), list) else []
     if types:
-        layer["layer_types"] = types[:count]
+        layer["layer_types"] = types
     if kind == "llama":
         if SLIDING in types:
             raise ValueError(
@@ -196,18 +164,16 @@ def settings_of(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Set
                 f"have, so it would see too much. {checkpoints.INSTEAD}."
             )
         layer = {name: value for name, value in layer.items() if name not in OF_QWEN3}
-    settings = {
-        **given,
+    own = checkpoints.own_modules(named, given["draft_vocab_size"], layer["vocab_size"])
+    seen = {
         "layer": layer,
         "num_reads": num_reads,
-        "draft_vocab_size": None if draft_vocab_size == vocab_size else draft_vocab_size,
         "norm_before_fc": given["norm_before_fc"] or "reader.input_norm.weight" in named,
         "fc_norm": given["fc_norm"] or "reader.fc_norm.0.weight" in named,
         "fc_bias": "reader.fc.bias" in named,
-        "own_embeddings": given["own_embeddings"] and EMBEDDINGS in named,
-        "own_head": head is not None or draft_vocab_size not in (None, vocab_size),
+        "own_embeddings": given["own_embeddings"] and own["own_embeddings"],
     }
-    return Eagle3Settings(**settings if num_reads else {**settings, "reads": None, "layer_ids": None})
+    return Eagle3Settings(**{**given, **own, **seen})
 
 
 # For other engines. ---------------------------------------------------------------------------------------------------

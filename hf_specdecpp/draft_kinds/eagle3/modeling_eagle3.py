@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -100,7 +99,6 @@ class Eagle3Model(PreTrainedModel):
             `[..., 2 * hidden_size]`.
         norm: final norm before the LM head; with `norm_output` the next step also reads its output.
         token_ids: `[draft_vocab_size]` int64: the target's ids of the draft's tokens; `None` for all.
-        agreement: result of `acceptance.agreement` if binding the draft measured it; otherwise empty.
     """
 
     config_class = None
@@ -121,14 +119,12 @@ class Eagle3Model(PreTrainedModel):
         size, count = settings.layer["hidden_size"], settings.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(size, count, bias=False) if settings.own_head else None
         self.register_buffer("token_ids", None, persistent=False)
-        self.agreement: list[float] = []
         self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head; a tuple: not submodules
 
-    def set_target(self, target: CausalLM, reads: Sequence[int]) -> None:
-        """Set the target whose embeddings and LM head may be used, and its layers to read (`[]`: its final state)."""
+    def set_target(self, target: CausalLM) -> None:
+        """Set the target whose embeddings and LM head may be used; its layers to read are those of the settings."""
         self._targets = target.get_input_embeddings(), target.get_output_embeddings()
-        self.settings = replace(self.settings, reads=list(reads))
-        self.reader.reads = list(reads) or [FINAL]
+        self.reader.reads = self.settings.reads or [FINAL]
 
     def to_config(self) -> dict[str, Any]:
         return asdict(self.settings)
@@ -149,9 +145,9 @@ class Eagle3Drafter(Drafter):
     tree_reader = None  # no trial needed: the attention (SDPA) of these layers accepts tree masks
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
-        super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
-        self.agreement = model.agreement
         check_beside(target)
+        model.set_target(target)
+        super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
 
     @property
     def num_ids(self) -> int:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import CURE, shown
-from hf_specdecpp.draft_kinds.checkpoints import mapping, renamed
+from hf_specdecpp.draft_kinds.checkpoints import INSTEAD, mapping, renamed
 from hf_specdecpp.draft_kinds.draft_kind import Config, Loading, Parts, PublishedKind, pinned
 from hf_specdecpp.draft_kinds.mtp.modeling_mtp import POST_NORM, MtpDraft, one_layer
 from hf_specdecpp.drafting.draft import Draft
@@ -30,10 +30,6 @@ FIELDS = ("num_hidden_layers", *ANNOUNCING)
 MOST_OF_TARGET = 2**10  # largest accepted number in `FIELDS`
 MOST_BYTES = 2**22  # of a target's config, which may list quantised layers
 OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # tensors outside the decoder layer
-INSTEAD = (
-    "Draft with an EAGLE-3 or DFlash draft of this target (specdecpp drafts lists them), or train one (specdecpp train "
-    "--draft eagle3)"
-)
 # Patterns from names in a file to names in `MtpLayers`, after their prefix is removed: `model.layers.N.`, N counted on
 # from the target's layers (DeepSeek, GLM; Step adds `transformer.`), `mtp.` (Qwen, Mellum), `mtp.layers.N.` (Inkling).
 RENAMED = (

@@ -26,7 +26,7 @@ from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_
 from hf_specdecpp.models.target_states import FINAL, StateReader
 
 # Config fields with the kinds of the target's layers and of multi-token layers, and the default kind of the latter.
-KINDS = (("layer_types", "mtp_layer_types", "full_attention"), ("mlp_layer_types", "mtp_mlp_layer_types", None))
+KINDS = (("layer_types", "mtp_layer_types", "full_attention"), ("mlp_layer_types", "mtp_mlp_layer_types", ""))
 POST_NORM = "post_norm.weight"  # Inkling: one for all layers, or none
 Tensors = Mapping[str, Tensor]
 
@@ -75,11 +75,11 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
             )
     if (reason := why_no_early_exit(target, text)) is not None:
         raise ValueError(f"{type(target).__name__} {reason}. Use an independent draft.")
-    model = with_layers(target, [_like(text, place)])
+    kinds = _kinds(text, place)
+    model = with_layers(target, [_like(text, kinds)])
     decoder = inner_decoder(model)
-    for kind, listed, usual in KINDS:
-        if (wanted := _wanted(text, place, listed, usual)) is not None and getattr(text, kind, None):
-            setattr(decoder.config, kind, [wanted])
+    for field, kind in kinds.items():
+        setattr(decoder.config, field, [kind])
     stack, layers = layer_stack(decoder, model)
     loaded = _loaded(tensors, decoder, stack, target, source)
     layer = getattr(loaded, stack)[0]
@@ -95,21 +95,23 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
     return model.eval(), reader.eval()
 
 
-def _like(config: Any, place: int) -> int:
-    """Return the index of the target's last layer that matches the kinds of a multi-token layer as far as possible."""
+def _kinds(config: Any, place: int) -> dict[str, str]:
+    """Return the kinds of a multi-token layer by field (`KINDS`), as the target's config lists them for such layers,
+    else the usual ones if the target has layers of them."""
+    found = {}
+    for field, listed, usual in KINDS:
+        own, theirs = getattr(config, listed, None), getattr(config, field, None) or ()
+        if theirs and (own or usual in theirs):
+            found[field] = str(own[min(place, len(own) - 1)]) if own else usual
+    return found
+
+
+def _like(config: Any, kinds: dict[str, str]) -> int:
+    """Return the index of the target's last layer of these kinds, as far as there is one."""
     chosen = list(range(config.num_hidden_layers))
-    for kind, listed, usual in KINDS:
-        wanted, kinds = _wanted(config, place, listed, usual), getattr(config, kind, None)
-        chosen = [layer for layer in chosen if kinds and kinds[layer] == wanted] or chosen
+    for field, kind in kinds.items():
+        chosen = [layer for layer in chosen if getattr(config, field)[layer] == kind] or chosen
     return chosen[-1]
-
-
-def _wanted(config: Any, place: int, listed: str, usual: str | None) -> str | None:
-    """Return the kind of a multi-token layer: that in the field `listed`, else `usual` if the target has that kind."""
-    kinds = getattr(config, listed, None)
-    if kinds:
-        return str(kinds[min(place, len(kinds) - 1)])
-    return usual if usual in (getattr(config, "layer_types", None) or ()) else None
 
 
 def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, source: str) -> Any:
@@ -185,59 +187,25 @@ class MtpDraft(StateDraft):
         return None if None in copies else LayerSteps(copies, vocab_size)
 
 
-class LayerRows:
-    """The cache of one layer, and the states that the layer reads.
-
-    Row r of layer k (from 0) reads the token at position r + k + 1 and the state of row r: for the first layer the
-    target's state at position r, for others the output of the layer before in row r.
-
-    Attributes:
-        count: rows in the cache.
-        states: `[1, n, hidden_size]`, states of the rows from `first` on; `None` before the first `write`.
-    """
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.cache = drafter, DynamicCache(config=drafter.text_config)
-        self.cache.activate_past_recording()  # the last rows of a prompt are rolled back, too
-        self.count = self.first = 0
-        self.states: Any = None
-
-    def write(self, states: Tensor, row: int) -> None:
-        """Set the states of row `row` and later ones, and drop states set for these rows before."""
-        if self.states is None:
-            self.states, self.first = states, row
-        else:
-            self.states = torch.cat((self.states[:, : row - self.first], states), dim=1)
-
-    def forget(self, count: int, kept: int) -> None:
-        """Crop the cache to at most `count` rows, and drop the states of all its rows but the last `kept`."""
-        if self.count:
-            self.cache.crop(-max(self.count - count, 0))  # also with 0 rows to drop: layers with a window trim
-        self.count = min(self.count, count)
-        drop = max(self.count - kept - self.first, 0)
-        if self.states is not None and drop:
-            self.states, self.first = self.states[:, drop:].clone(), self.first + drop
-
-    def read(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Read n rows, tokens `[1, n]` with states `[1, n, hidden_size]`; returns outputs `[1, n, hidden_size]`."""
-        hidden = self.drafter.hidden_states(tokens, self.cache, states)
-        self.count += tokens.shape[1]
-        return hidden
-
-
 class LayersSession(DraftingSession):
-    """Session for one sequence.
+    """Session for one sequence. Row r of layer k (from 0) reads the token at position r + k + 1 and the state of row r:
+    for the first layer the target's state at position r, for others the output of the layer before in row r.
 
     Example: two layers, the sequence `a b c d`, and the target's states at a, b and c. The first layer reads b, c, d
     with these states, and proposes e. The second reads c, d, e with the first layer's outputs, and proposes f. For a
-    third candidate, the second layer reads f with its own last output. Its row of e is kept if e is accepted; its row
-    of f is always dropped, since it read the layer's own state.
+    third candidate, the second layer reads f with its own last output. Its rows of e and f are dropped after the round.
     """
 
     def __init__(self, layers: Sequence[Drafter], vocab_size: int) -> None:
         super().__init__()
-        self.layers, self.vocab_size, self.embed = [LayerRows(layer) for layer in layers], vocab_size, layers[0].embed
-        self.device = layers[0].device
+        self.layers, self.vocab_size, self.embed, self.device = layers, vocab_size, layers[0].embed, layers[0].device
+        self.caches = [DynamicCache(config=layer.text_config) for layer in layers]
+        for cache in self.caches:
+            cache.activate_past_recording()  # the last rows of a prompt are rolled back, too
+        self.counts = [0] * len(layers)  # rows in each cache
+        self.first = [0] * len(layers)  # the same at the beginning of the round
+        # `[1, n, hidden_size]` for each layer: states of its rows from `first` on, as far as they are known.
+        self.states = [torch.empty(1, 0, layer.hidden_size, dtype=layer.dtype, device=self.device) for layer in layers]
         self._text: Tensor = torch.empty(1, 0, dtype=torch.long, device=self.device)
         self._last: Any = None  # output of the latest row, `[1, 1, hidden_size]`
 
@@ -246,40 +214,39 @@ class LayersSession(DraftingSession):
         return self._text.shape[1]
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Any = None) -> None:
-        before = self.length
-        for place, layer in enumerate(self.layers):
-            # Keep rows that read committed tokens, except rows in which the last layer read its own states.
-            layer.forget(max(min(before - 1, before + num_accepted - 1 - place), 0), len(self.layers))
+        end = max(self.length - 1, 0)
+        for place, cache in enumerate(self.caches):
+            kept = min(self.counts[place], max(self.length - 1 - place, 0))  # rows that read no candidate
+            if self.counts[place]:
+                cache.crop(kept - self.counts[place])  # also with 0 rows to drop: layers with a window trim
+            first = self.first[place]
+            self.states[place] = self.states[place][:, kept - first : end - first].clone()
+            self.counts[place] = self.first[place] = end = kept
         tokens, states = new_tokens.to(self.device), states.to(self.device)
-        if not before:  # fewer states than tokens if the call continues a cache
+        if not self.length:  # fewer states than tokens if the call continues a cache
             tokens = tokens[:, -(states.shape[1] + 1) :]
         self._text = torch.cat((self._text, tokens), dim=1)
-        rows = self.length - 1
-        states = states[:, -min(states.shape[1], rows) :]
-        self.layers[0].write(states, rows - states.shape[1])
-        self.unread, self.passes = rows - self.layers[0].count, 0
+        self.states[0] = torch.cat((self.states[0], states[:, -(self.length - 1) :]), dim=1)
+        self.unread, self.passes = self.states[0].shape[1], 0
 
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         place = min(len(candidates), len(self.layers) - 1)
-        layer, rows = self.layers[place], self.length - 1
+        layer, drawn = self.layers[place], [each.view(1, 1) for each in candidates]
         if len(candidates) < len(self.layers):
-            begin = layer.count
-            first = begin + place + 1  # position of the token of the first unread row
-            drawn = [each.view(1, 1) for each in candidates[max(first - self.length, 0) :]]
-            states = layer.states[:, begin - layer.first : rows - layer.first]
-            hidden = layer.read(torch.cat((self._text[:, first:], *drawn), dim=1), states)
-            if place + 1 < len(self.layers):
-                self.layers[place + 1].write(hidden, begin)
+            tokens, states = torch.cat((self._text[:, self.first[place] + place + 1 :], *drawn), 1), self.states[place]
         else:
-            hidden = layer.read(candidates[-1].view(1, 1), self._last)
+            tokens, states = drawn[-1], self._last
+        hidden = layer.hidden_states(tokens, self.caches[place], states)
+        self.counts[place] += tokens.shape[1]
+        if place + 1 < len(self.layers):
+            self.states[place + 1] = torch.cat((self.states[place + 1], hidden), dim=1)
         self._last, self.unread = hidden[:, -1:], 0
         self.passes += 1
-        return layer.drafter.logits(hidden[0, -1], self.vocab_size), hidden[0, -1]
+        return layer.logits(hidden[0, -1], self.vocab_size), hidden[0, -1]
 
 
 class LayerSteps(RoundSteps):
-    """`LayersSession` for captured rounds, except that no row of a candidate is kept: all layers read all rows of the
-    window.
+    """`LayersSession` for captured rounds, in which all layers read all rows of the window.
 
     Example: two layers, and a window of b c d after `a`. The first layer reads b, c, d with the target's states at a, b
     and c, and proposes e. The second reads c, d, e with the first layer's outputs, and proposes f. If e and f are

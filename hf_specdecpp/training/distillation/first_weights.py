@@ -159,7 +159,7 @@ def untrained_layer(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | 
         model.token_ids = None if vocab is None else vocab.clone()
     copy_norm(dict(inner_decoder(target).named_children()).get("norm"), model.norm)
     model.to(device=target.device)
-    model.set_target(target, settings.reads or [])
+    model.set_target(target)
     return model
 
 

@@ -154,7 +154,7 @@ def test_a_layout_that_is_not_said_is_measured(
     assert sorted(measured) == [False, True]
     assert assistant.agreement == [0.8, 0.5]
     assert "sample_from_anchor" in caplog.text
-    assert "5% as the row" in caplog.text
+    assert "(5% of its first candidates agree)" in caplog.text
     levels = {each.levelname for each in caplog.records if "sample_from_anchor" in each.getMessage()}
     is_usual = checkpoint.fills_in == (checkpoint.dialect == "speculators")
     assert levels == {"INFO" if is_usual else "WARNING"}, "another layout than the usual one is told"
@@ -241,9 +241,9 @@ def flat(**changes: Any) -> tuple[Checkpoint, dict[str, Any], dict[str, Any]]:
 
 REFUSED: dict[str, tuple[tuple[Checkpoint, dict[str, Any], dict[str, Any]], str]] = {
     **{f"a relative: {name}": (flat(architectures=[name]), f"relative of DSpark \\({name}\\) with ")
-       for name in RELATIVES if name[0].isupper()},
+       for name in ("Qwen35DSparkModel", "K3DSparkModel", "MuseSparkDSparkModel")},
     **{f"a relative: {name}": (flat(**{name: True}), f"relative of DSpark \\({name}\\) with ")
-       for name in RELATIVES if name[0].islower()},
+       for name in RELATIVES},
     "an unknown relative": (flat(architectures=["FooDSparkModel"]), "FooDSparkModel.*layers that are not known"),
     "within the target": (flat(dspark_block_size=7), "dspark_block_size\\) with layers within the target's own"),
     "another kind of speculators": (flat(speculators_model_type="x"), "speculators of type 'x'"),

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.targets.models import tiny
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import readings
+from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import meanings
 
 
 @pytest.mark.parametrize(("changed", "match"), [
@@ -267,8 +268,8 @@ def test_shards_that_are_no_whole(tmp_path: Path) -> None:
     ([1, 21, 43], 43, [[0, 20, 42]]),  # outputs would be too many
     ([30, 18, 2], 32, [[29, 17, 1], [30, 18, 2]]),  # in their order
 ])  # fmt: skip
-def test_which_layers_ids_mean(ids: list[int] | None, depth: int, expected: list[list[int]]) -> None:
-    assert readings(ids, depth) == expected
+def test_which_layers_ids_mean(ids: list[int] | None, depth: int, expected: list[list[int]], tmp_path: Path) -> None:
+    assert meanings(replace(settings_of(PLAIN.save(tmp_path)), layer_ids=ids), depth) == expected
 
 
 def test_ids_of_speculators_count_inputs(tmp_path: Path) -> None:
@@ -282,12 +283,11 @@ def test_without_a_tokenizer_ids_are_warned_of(tmp_path: Path, caplog: pytest.Lo
     folder = PLAIN.save(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 2, 1]})
     with caplog.at_level("WARNING", "hf_specdecpp"):
         assert load(folder).reader.reads == [1, 1, 0]
-    assert "layer_ids=[2, 2, 1] may mean the outputs of layers [1, 1, 0] or [2, 2, 1]; the former" in caplog.text
-    assert "eagle3={'reads': [2, 2, 1]}" in caplog.text
+    assert "It may be eagle3={'reads': [1, 1, 0]}, or eagle3={'reads': [2, 2, 1]}. Taken is" in caplog.text
     caplog.clear()
     with caplog.at_level("WARNING", "hf_specdecpp"):
         assert load(folder, eagle3={"reads": [2, 2, 1]}).reader.reads == [2, 2, 1]
-    assert "may mean" not in caplog.text
+    assert "It may be" not in caplog.text
 
 
 def test_overrides_win(tmp_path: Path) -> None:
