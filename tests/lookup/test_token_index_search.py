@@ -8,7 +8,7 @@ import pytest
 
 from hf_specdecpp.lookup.token_index import (
     EQUAL,
-    LONGEST,
+    LENGTHS,
     MOST_MATCHES,
     MOST_SINGLE,
     NOTHING,
@@ -98,7 +98,7 @@ def test_only_the_latest_places_are_looked_at() -> None:
 def test_a_match_is_counted_up_to_the_longest_class() -> None:
     shares = ((1, 3), (2, 3), (1, 1), (2, 2))
     *others, longest = zip(*(classes_of(range(1, 71), *share) for share in shares), strict=True)
-    assert others[LONGEST - 1] == longest
+    assert others[LENGTHS[-1] - 1] == longest
     assert classes_of(range(70, 73), 2, 2) == [longest[-1]] * 3
     assert len({each for classes in (longest, *others) for each in classes}) == 36
 
