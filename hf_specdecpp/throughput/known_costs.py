@@ -234,7 +234,7 @@ class RoundTimes:
 
 
 def relative_times(costs: Costs, passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """By width, typical seconds (`clocks.typical`) relative to the cost, except of widths that the clock cannot resolve.
+    """By width, typical seconds (`clocks.typical`) relative to the cost, without widths that the clock cannot resolve.
     `passes`: as in `corrected`."""
     verify = costs.verify_seconds(max(passes, default=1) - 1)
     times = {width: typical(each) for width, each in passes.items()}
