@@ -165,10 +165,6 @@ class Answers:
         self.most = most
         self.clear()
 
-    def __len__(self) -> int:
-        """Number of tokens, including `NOTHING` after each answer."""
-        return len(self.seen)
-
     def clear(self) -> None:
         self.seen = TokenIndex()
 

@@ -208,7 +208,7 @@ def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     assert torch.equal(first, generate(target, assistant))
     assert assistant.stats.target_passes < 0.5 * before.target_passes
     assistant.memory.clear()
-    assert len(assistant.memory.answers) == 0
+    assert len(assistant.memory.answers.seen) == 0
     generate(target, assistant)
     assert assistant.stats.target_passes == before.target_passes
 

@@ -107,17 +107,17 @@ def test_the_oldest_answers_go() -> None:
     answers = Answers(20)
     for first in range(0, 60, 3):
         answers.add([first, first + 1, first + 2])
-        assert len(answers) <= 20
+        assert len(answers.seen) <= 20
     assert 57 in answers.seen.tokens
     assert 0 not in answers.seen.tokens
     answers.add(range(1000))
     assert list(answers.seen.tokens)[-3:] == [998, 999, NOTHING]
-    assert len(answers) <= 20
+    assert len(answers.seen) <= 20
     answers.clear()
-    assert len(answers) == 0
+    assert len(answers.seen) == 0
     nothing = Answers(0)
     nothing.add([1, 2])
-    assert len(nothing) == 0
+    assert len(nothing.seen) == 0
     latest = Answers(1)
     for first in (1, 3):
         latest.add([first, first + 1])

@@ -74,6 +74,7 @@ class FasterProducts:
     ) -> None:
         self.layers: dict[nn.Linear, Forward] = {}
         self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy, times of each layer
+        self._seconds: dict[tuple[int, bool, int], float] = {}  # results of `seconds`, by number of all copies, too
         shared = set() if target is None or (int8 is None and copies is None) else set(modules_of(target))
         if int8 is not None:
             for layer in large_layers(draft):
@@ -103,12 +104,14 @@ class FasterProducts:
         the target has no such layers. `own`: with PyTorch's own kernels."""
         if not self._of_target:
             return None
-        seconds = 0.0
-        for count, copy, usual in self._of_target:
-            made = copy.made
-            times = usual if made is None else made.times
-            seconds += count * times.seconds(rows, with_copy=not own and made is not None)
-        return seconds
+        if (key := (rows, own, background.made)) not in self._seconds:  # 0.3 ms for a model of 28 layers
+            seconds = 0.0
+            for count, copy, usual in self._of_target:
+                made = copy.made
+                times = usual if made is None else made.times
+                seconds += count * times.seconds(rows, with_copy=not own and made is not None)
+            self._seconds[key] = seconds
+        return self._seconds[key]
 
     def __enter__(self) -> None:
         with _lock:
