@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,8 +12,6 @@ from math import inf
 from operator import mul
 from statistics import median
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
@@ -68,15 +67,18 @@ class RoundSeconds:
         """Seconds of a round; infinite for trees that have not run."""
         if shape in self._typical or shape.width > 1:
             return self._typical.get(shape, inf)
-        is_given = shape.given > 0
-        known = sorted(
-            (each.nodes, seconds)
-            for each, seconds in self._typical.items()
-            if not each.nodes or (each.width, each.given > 0) == (1, is_given)
-        )
-        (fewest, first), (most, last) = known[0], known[-1]
-        slope = max((last - first) / max(most - fewest, 1), 0.0)
-        return float(np.interp(shape.nodes, *zip(*known, strict=True))) + slope * max(shape.nodes - most, 0)
+        known = [
+            each for each in self._typical if not each.nodes or (each.width, each.given > 0) == (1, shape.given > 0)
+        ]
+        known.sort()
+        place = bisect(known, shape)
+        is_longest = place == len(known)
+        before, after = (known[0], known[-1]) if is_longest else (known[max(place - 1, 0)], known[place])
+        first, last = self._typical[before], self._typical[after]
+        slope = (last - first) / max(after.nodes - before.nodes, 1)
+        if is_longest:
+            return last + max(slope, 0.0) * (shape.nodes - after.nodes)
+        return first + slope * (shape.nodes - before.nodes)
 
 
 class RuleShapes:
