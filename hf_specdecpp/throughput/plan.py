@@ -129,19 +129,19 @@ class Plan:
     def leaves_to_target(self, length: int) -> bool:
         """Whether a sequence of this length, which the draft has not read, is generated without the draft."""
         self.set_length(length)
-        is_worth_probing = self.credit * self.plain >= self._price(length) + READ_CREDIT * self.plain
-        return not (self.pays or is_worth_probing or any(self.trials))
+        return not (self.pays or self._can_probe(length, READ_CREDIT) or any(self.trials))
 
     def should_draft(self, unread: int) -> bool:
         """Begin a round: whether it has candidates. `unread`: tokens that the draft has to read first."""
         self.unread, self.trial = unread, self.trials.pop(0) if self.trials else None
         if self.trial is not None:
             return self.trial > 0
-        return self.most > 0 and (self.pays or self.credit * self.plain >= self._price(unread))
+        return self.most > 0 and (self.pays or self._can_probe(unread))
 
-    def _price(self, unread: int) -> float:
-        """Seconds of a probe of one candidate, including the reading of `unread` tokens, less those of a plain pass."""
-        return self._round_seconds(min(1, self.most), DraftWork(1, unread)) - self.plain
+    def _can_probe(self, unread: int, reserve: float = 0.0) -> bool:
+        """Whether the credit, less a reserve, is as high as the loss in a probe of one candidate without acceptance."""
+        loss = self._round_seconds(min(1, self.most), DraftWork(1, unread)) - self.plain
+        return (self.credit - reserve) * self.plain >= loss
 
     def _round_seconds(self, candidates: int, drafting: DraftWork) -> float:
         return drafting.seconds(self.costs) + float(self.verify[candidates]) + self.costs.overhead
