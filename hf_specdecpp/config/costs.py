@@ -50,7 +50,8 @@ class Costs:
     def from_dict(cls, values: dict[str, Any]) -> Costs:
         """Costs from `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; `ValueError` without the first two."""
         required, known = {"draft", "verify"}, {field.name for field in fields(cls)}
-        if not (isinstance(values, dict) and required <= set(values) <= known and isinstance(values["verify"], list)):
+        fits = isinstance(values, dict) and required <= set(values) <= known
+        if not fits or not isinstance(values["verify"], list | tuple):
             raise ValueError(
                 f"costs={values!r} must look like {{'draft': s, 'verify': [s1, s2, ...], 'overhead': s, 'read': s, "
                 "'branch': s, 'start': s, 'block': candidates} in seconds; all but the first two may be missing. None "

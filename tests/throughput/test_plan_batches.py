@@ -11,7 +11,7 @@ from support.enumeration.plans import chain_plan, tell
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.chain import should_continue
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.known_costs import KnownCosts, length_class
 from hf_specdecpp.throughput.plan import BatchPlan, ChainPlan, Throughput
 
 ROWS, LENGTH, MOST = 8, 64, 6
@@ -116,7 +116,7 @@ def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
             plan.begin_text()
             plan.set_length(10)
             lengths |= set(plan.trials)
-            plan._confirmed |= {(plan._kind, 1): plan._texts}
+            plan._confirmed |= {(length_class(10), 1): plan._texts}
         assert 0 in lengths
         assert lengths <= tried
         assert kind is BatchPlan or len(lengths) > 1
