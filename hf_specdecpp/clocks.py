@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 import torch
@@ -25,18 +25,9 @@ def working_clock() -> Callable[[], float]:
 
 
 def typical(times: Sequence[float]) -> float | None:
-    """The median of the times; their mean if the median is 0, as with a coarse clock; `None` if both are invalid.
+    """The median of the times, or their mean if the median is 0, as with a coarse clock, or negative, as with one that
+    was set back; `None` if neither is positive and finite.
 
     Example: with a clock that ticks every 10 ms, 22 of 25 passes take 0 s and 3 take 10 ms: the result is 1.2 ms.
     """
-    return first_sensible(median(times), fmean(times))
-
-
-def first_sensible(*seconds: float) -> float | None:
-    """The first valid time (`are_sensible`), or `None`. Times are 0 with a coarse clock, negative if it is set back."""
-    return next((each for each in seconds if are_sensible([each])), None)
-
-
-def are_sensible(times: Iterable[float]) -> bool:
-    """Whether all times are above 0 and finite."""
-    return all(0.0 < each < math.inf for each in times)
+    return next((each for each in (median(times), fmean(times)) if 0.0 < each < math.inf), None)

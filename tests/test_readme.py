@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support.files.repos import save_chat_model
@@ -15,7 +15,7 @@ from typer.main import get_command
 from hf_specdecpp import provenance
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli import app
-from hf_specdecpp.config.speculation import RULES, TREES
+from hf_specdecpp.config.speculation import TREES, Rule
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def test_it_fits_on_a_few_screens() -> None:
 
 def test_every_rule_and_tree_is_in_the_guide_to_choosing() -> None:
     guide = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
-    for rule in RULES:
+    for rule in get_args(Rule):
         assert f"`{rule}`" in guide
     for tree in TREES:
         assert f'`tree="{tree}"`' in guide

@@ -10,6 +10,7 @@ rounds with the costs of `--costs`. `report.md` shows the best setting of each r
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -125,7 +126,7 @@ def _rules(head: AcceptanceHead | None, greedy: bool, costs: Mapping[str, Costs]
             rates = AcceptanceRates() if adapts else None
             yield (family, h, None), partial(make_rule, config, estimator, rates=rates)
         for name, each in costs.items():
-            config = SpeculationConfig(rule="throughput", max_tokens=MAX_TOKENS, costs=each.to_dict())
+            config = SpeculationConfig(rule="throughput", max_tokens=MAX_TOKENS, costs=asdict(each))
             plan = plan_for(config, estimator)
             yield (f"throughput ({by})", None, name), partial(make_rule, config, estimator, plan)
 

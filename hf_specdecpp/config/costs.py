@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a round. `ValueError` for values that are not finite or negative, an empty `verify`, a
-    pass that takes no time, or a `block` below 1.
+    """Seconds of the parts of a round. `ValueError` for values that are not finite or negative, an empty `verify` or a
+    pass that takes no time, and a `block` below 1.
 
     Args:
         draft (seconds): one draft step, including its estimate and draw.
@@ -38,30 +38,26 @@ class Costs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "verify", tuple(self.verify))
         values = (self.draft, *self.verify, self.overhead, self.read, self.branch, self.start)
-        if not all(isinstance(value, int | float) and 0.0 <= value < float("inf") for value in values):
-            raise ValueError(f"costs={self.to_dict()} must be finite seconds, none negative: the rule compares them.")
-        if not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"block={self.block!r} must be a whole number of candidates, at least 1.")
-        if not self.verify or min(self.verify) <= 0.0:
+        are_seconds = all(isinstance(value, int | float) and 0.0 <= value < float("inf") for value in values)
+        has_block = isinstance(self.block, int) and self.block >= 1
+        if not are_seconds or not self.verify or 0.0 in self.verify or not has_block:
             raise ValueError(
-                f"costs: verify={list(self.verify)} must list what target passes over 1, 2, ... tokens take, and each "
-                "must be positive: the rule divides by them."
+                f"{self}: costs must be finite seconds, none negative. verify must list what target passes over 1, 2, "
+                "... tokens take, each positive. block must be a whole number of candidates, at least 1."
             )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
         """Costs from `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; `ValueError` without the first two."""
         required, known = {"draft", "verify"}, {field.name for field in fields(cls)}
-        if not (isinstance(values, dict) and required <= set(values) <= known and isinstance(values["verify"], list)):
+        fits = isinstance(values, dict) and required <= set(values) <= known
+        if not fits or not isinstance(values["verify"], list | tuple):
             raise ValueError(
                 f"costs={values!r} must look like {{'draft': s, 'verify': [s1, s2, ...], 'overhead': s, 'read': s, "
                 "'branch': s, 'start': s, 'block': candidates} in seconds; all but the first two may be missing. None "
                 "measures them."
             )
         return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verify": list(self.verify)}
 
     def of_row(self, rows: int, max_tokens: int) -> Costs:
         """Assumed costs for each row of a batch of `rows`, for rounds of up to `max_tokens` candidates.
@@ -90,11 +86,6 @@ class Costs:
         verify = tuple(seconds * passes for seconds in self.verify)
         return replace(self, verify=verify, **{name: getattr(self, name) * by for name, by in factors.items()})
 
-    @property
-    def pass_seconds(self) -> float:
-        """Seconds of a round without candidates."""
-        return self.verify[0] + self.overhead
-
     def round_seconds(self, max_tokens: int) -> Floats:
         """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain.
 
@@ -106,16 +97,6 @@ class Costs:
         drafting = steps * self.draft + (candidates - steps) * self.branch + (steps > 0) * self.start
         return drafting + self.verify_seconds(max_tokens) + self.overhead
 
-    def level_seconds(self, level: int, nodes: int) -> float:
-        """Seconds of drafting below `nodes` tree nodes of depth `level`. Each takes `branch`, but in every `block`-th
-        level, which takes a pass, the first takes `draft`."""
-        steps = int(level % self.block == 0)
-        return self.draft * steps + self.branch * (nodes - steps)
-
-    def tree_seconds(self, passes: int, num_read: int, verify: float) -> float:
-        """Seconds of a round with `passes` draft passes, over `num_read` tree nodes in all; `verify`: target's pass."""
-        return self.start + self.draft * passes + self.branch * (num_read - passes) + verify + self.overhead
-
     def verify_seconds(self, max_tokens: int) -> Floats:
         """`[max_tokens + 1]` seconds of target passes over one token and 0, 1, ... candidates.
 
@@ -126,3 +107,20 @@ class Costs:
         further = np.arange(1, max_tokens + 2 - len(verify))
         slope = max((verify[-1] - verify[0]) / max(len(verify) - 1, 1), 0.0)
         return np.concatenate((verify, verify[-1] + slope * further))[: max_tokens + 1]
+
+
+@dataclass(frozen=True)
+class DraftWork:
+    """The work of the draft in a round."""
+
+    steps: int = 0  # draft passes
+    read: int = 0  # tokens that the draft read first, after rounds without it, not counting the last token
+    branches: int = 0  # nodes that draft passes read, without the first of each pass
+
+    def seconds(self, costs: Costs) -> float:
+        """Expected seconds."""
+        return costs.start + self.steps * costs.draft + self.further(costs)
+
+    def further(self, costs: Costs) -> float:
+        """Expected seconds of `read` and `branches`."""
+        return self.read * costs.read + self.branches * costs.branch

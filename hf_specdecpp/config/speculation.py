@@ -13,8 +13,6 @@ from hf_specdecpp.trees.shapes import Shape, make_shape, size
 from hf_specdecpp.trees.verification import Verification
 
 Rule = Literal["threshold", "throughput", "fixed"]
-RULES: tuple[str, ...] = get_args(Rule)
-
 CpuProducts = Literal["auto", "off"]
 Graphs = Literal["auto", "off"]
 
@@ -27,6 +25,7 @@ BOUNDS: dict[str, Any] = {  # of numbers in `SpeculationConfig` and `Decisions`
     **dict.fromkeys(("num_tokens", "max_tokens", "min_tokens", "tree_depth", "lookup_tokens"), CANDIDATES),
     "tree_budget": CANDIDATES[1:],
     "threshold": (0.0, 1.0),  # compared with a probability
+    "tree_threshold": (0.0, 0.99),  # compared with the values of slots, of which the first is 1
     "draft_temperature": (0.1, 10.0),
 }
 
@@ -139,9 +138,6 @@ class SpeculationConfig:
 
 def check_setting(name: str, value: Any) -> None:
     """Raise `ValueError` unless `value` is valid for the field `name` of `SpeculationConfig`."""
-    if name == "rule" and not (isinstance(value, str) and value in RULES):
-        near = did_you_mean(value, RULES)
-        raise ValueError(f"rule={shown(value)} is not a stopping rule.{near} Choose one of {', '.join(RULES)}.")
     is_shape = isinstance(value, list | tuple)
     if name == "tree" and not (is_shape or value is None or value is False or str(value) in TREES):
         raise ValueError(
@@ -206,11 +202,6 @@ class Decisions:
 
     def __post_init__(self) -> None:
         check_values(vars(self), hints_of(Decisions) | BOUNDS)
-        if not 0.0 <= self.tree_threshold < 1.0:
-            raise ValueError(
-                f"tree_threshold={self.tree_threshold!r} must be at least 0 and below 1: the first slot of a tree has "
-                "value 1, so nothing could be drawn."
-            )
 
     def mixes(self, greedy: bool, reads_states: bool) -> bool:
         """Whether `draft_successors` applies. `reads_states`: whether the draft reads the target's hidden states."""

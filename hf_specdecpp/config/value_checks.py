@@ -29,13 +29,12 @@ def check_types(settings: Any, path: str = "") -> None:
 
     `path`: prefix of field names in messages, such as `"head."`.
     """
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     hints = hints_of(settings.__class__)
-    for name, value in values.items():
+    for name in (field.name for field in fields(settings)):
+        value = getattr(settings, name)
         if is_dataclass(hints[name]) and not is_dataclass(value):
             raise ValueError(f"{path}{name}={shown(value)} must be a mapping.")
-    check_values(values, hints, path)
-    for name, value in values.items():
+        check_values({name: value}, hints, path)
         if is_dataclass(value):
             check_types(value, f"{path}{name}.")
 
@@ -102,10 +101,8 @@ def _is(value: Any, rule: Any) -> bool:
         return any(_is(value, one) for one in inner)
     if kind is Literal:
         return isinstance(value, str) and value in inner
-    if kind is Sequence:
+    if kind in (list, Sequence):
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_is(each, inner[0]) for each in value)
-    if kind is list:
-        return isinstance(value, list | tuple) and all(_is(each, inner[0]) for each in value)
     if kind is dict:
         return isinstance(value, dict) and all(_is(each, inner[1]) for each in value.values())
     if isinstance(rule, range):

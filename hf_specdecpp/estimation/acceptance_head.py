@@ -172,7 +172,9 @@ class AcceptanceHead(nn.Module):
         position = step.index - (self.inputs == "after")
         if position < 0:
             return None  # the draft has not read a candidate yet
-        drawn = (step.embed(step.token), step.scalars) if self.inputs == "before" else ()
+        drawn: list[Tensor] = []
+        if self.inputs == "before":
+            drawn = [step.embed(step.token), scalar_features(step.q, step.token, step.greedy)]
         return self.probability(self.forward(step.hidden, *drawn), position, step.greedy)
 
     def estimate_siblings(self, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:

@@ -81,11 +81,6 @@ class DraftStep:
         """`[..., vocab]`, the distribution of the candidate (in greedy decoding: the draft's confidence)."""
         return self.scores.softmax(dim=-1)
 
-    @cached_property
-    def scalars(self) -> Tensor:
-        """`[..., 6]` float32, `scalar_features` of the candidate."""
-        return scalar_features(self.q, self.token, self.greedy)
-
 
 class Estimator(Protocol):
     inputs: str

@@ -17,6 +17,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
 from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.config.costs import DraftWork
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.drafting.chain import ChainDrafting, Drafting, Threshold
@@ -25,12 +26,12 @@ from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
 from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of, why_chains, without_padding
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.lookup.looking_up import LookingUp
+from hf_specdecpp.lookup.looking_up import LookingUp, counts_of
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text, modules_of, num_logits
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, Randomness, TorchRandomness
-from hf_specdecpp.throughput.known_costs import DraftWork, RoundTimes
+from hf_specdecpp.throughput.known_costs import RoundTimes
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
@@ -154,7 +155,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             return Chain()
         longest, looks_up = self._begin_round(input_ids, states, max_tokens), 0
         read = self.session.unread - 1
-        if lookup is not None and ((looks_up := lookup.count()) or lookup.waits):
+        if lookup is not None and ((looks_up := counts_of([lookup])[0]) or lookup.waits):
             longest = 0
         tree = method.draft(input_ids, longest)
         if times is not None:
@@ -164,7 +165,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if method.makes_chains:
             tree = tree.as_chain()
         if lookup is not None and not method.branches:
-            tree = lookup.first_candidates(looks_up) if looks_up else lookup.extend(tree, method.survival(tree))
+            found = lookup.found.tokens
+            tree = Chain(found[:looks_up]) if looks_up else lookup.extend(tree, method.survival(tree))
         return tree
 
     def draft_step_by_step(self, input_ids: Tensor, states: Tensor | None) -> Drafting:
@@ -306,7 +308,7 @@ class TreeDrafting:
     def set_plan(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
         """Grow trees by `plan`; without one calibrate the estimates of dynamic trees (`Decisions.adapt`)."""
         if plan is not None:
-            self.slots.valuation = self.throughput = rule = plan.rule(self.slots.estimator)
+            self.slots.valuation = self.throughput = rule = cast(TreePlan, plan)
             if self.config.tree == "auto":
                 self.slots.branches = self.setup.tries_trees(target, rule)
                 if rule.refused:

@@ -127,8 +127,7 @@ class TargetSide(RoundTarget):
         """Run the prompts' forward pass as plain `generate()` does; sets `outputs` of the rounds."""
 
     def begin_texts(self, texts: Sequence[OutputText]) -> None:
-        """Called once, after the prompt and before the first round: prepares the timing of passes."""
-        self.passes.begin_text(self.generator.products)
+        """Called once, after the prompt and before the first round."""
 
     # Called for captured passes. --------------------------------------------------------------------------------------
 
@@ -173,7 +172,7 @@ class TargetSide(RoundTarget):
     def record_pass(self) -> None:
         """Called after each round: records the seconds of its pass, if timed."""
         if self.timed_pass is not None:
-            self.passes.record_pass(*self.timed_pass)
+            self.passes.record_pass(*self.timed_pass, self.generator.setup.rows, self.generator.products)
             self.timed_pass = None
 
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from hf_specdecpp.sampling.ngram_corrections import MixedProcessing, NgramCorrec
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
-from hf_specdecpp.throughput.plan import ChainPlan, Plan
+from hf_specdecpp.throughput.plan import ChainPlan, Plan, Throughput
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees.attention import check_trees, has_read_tree, refuse_tree
 from hf_specdecpp.trees.growth import check_estimator
@@ -251,18 +252,17 @@ def plan_of(
     most = config.most_drafted if trees else int(min(config.max_tokens, drafter.places))
     if config.lookup and not config.draws_trees:
         most = max(most, setup.decisions.lookup_tokens)
-    passes = "captured" if captures else "growing"
     mixes = setup.decisions.mixes(not generation.do_sample, drafter.reads is not None)
     products = setup.described_products(target)
     times = setup.product_times(target)
-    rounds = Rounds(target, drafter, setup.estimator, most, trees, setup.rows, passes, mixes, products, times)
+    rounds = Rounds(target, drafter, setup.estimator, most, trees, setup.rows, captures, mixes, products, times)
     return setup.memory.plan(config, setup.decisions, rounds, generation)
 
 
 def make_rule(
     config: SpeculationConfig,
     estimator: Estimator,
-    plan: Plan | None = None,
+    plan: ChainPlan | None = None,
     rates: AcceptanceRates | None = None,
     min_tokens: int = 1,
 ) -> StoppingRule:
@@ -275,7 +275,7 @@ def make_rule(
     """
     config.validate()
     if config.rule == "throughput":
-        return (plan or plan_for(config, estimator)).rule(estimator)
+        return Throughput(estimator, plan_for(config, estimator) if plan is None else plan)
     if config.rule == "fixed":
         return FixedLength(config.num_tokens)
     return Threshold(config, estimator, rates, min_tokens)
@@ -300,7 +300,7 @@ def rule_of(
         )
     learns = config.rule == "threshold" and decisions.adapt
     rates = setup.learned_rates(target, generation_config) if learns else None
-    return make_rule(config, setup.estimator, plan, rates, decisions.min_tokens)
+    return make_rule(config, setup.estimator, cast("ChainPlan | None", plan), rates, decisions.min_tokens)
 
 
 def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -265,7 +265,6 @@ class SingleTarget(TargetSide):
         if texts and self.foreign is not None:
             again = reader_again(self.context, self.text.ids, self.generator.method.for_trees)
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
-        super().begin_texts(texts)
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
         self.stats.rounds_at_change += self.context.is_at_change(self.text.ids)

@@ -1,5 +1,5 @@
 """Lookups in one generation (`LookingUp`), and the choice between looking up, drafting and neither, by expected tokens
-per second (`Choice`) or by estimates only (`by_estimate`)."""
+per second (`Choice`) or by estimates only (`LookingUp.count_alone`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_specdecpp.config.costs import Costs, Floats
+from hf_specdecpp.config.costs import DraftWork, Floats
 from hf_specdecpp.estimation.ledger import LEAST_GAIN, RECENT, Ledger
 from hf_specdecpp.lookup.token_index import Continuation, LookupRates, TextLookup, TextRates
 from hf_specdecpp.trees.tree import Chain, DraftTree
@@ -64,17 +64,6 @@ class Choice(Ledger):
         return int((tokens - self.rate * seconds).argmax())
 
 
-def by_estimate(estimates: Sequence[float], drafting: float) -> int:
-    """Number of candidates to look up if costs do not decide: 0 unless the first estimate exceeds `drafting`, the
-    draft's acceptance rate; then as many as are all accepted with probability `LEAST_SURVIVAL` or more.
-
-    Example: 0.9, 0.8, 0.5, 0.5 against 0.7: the first three, which are all accepted with probability 0.36.
-    """
-    if not estimates or estimates[0] <= drafting:
-        return 0
-    return int((np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
-
-
 ASSUMED = 8.0  # weight of `USUAL_ACCEPTANCE`, as a number of tested candidates
 
 
@@ -111,7 +100,7 @@ class LookingUp:
         self.waits, self._missed = False, 0.0  # the latter: seconds that drafting would have saved so far
         self.has_draft, self._room = has_draft, 0  # the latter: candidates that the round may have
         self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # numbers of drafted candidates
-        self._costs: Costs | None = None
+        self._costs: Any = None  # `plan.costs`, of which `verify` was made
         self.verify: Floats = np.zeros(1)
 
     def look_up(self, new_tokens: Sequence[int], room: int, left: float, unread: int = 0) -> None:
@@ -147,17 +136,16 @@ class LookingUp:
         reading, saving = self.catching_up * unread, float(self.verify[0]) - 1.0 / self.choice.rate
         return saving > 0.0 and reading > min(self._missed, left * saving)  # else the draft's own rule decides
 
-    def first_candidates(self, count: int) -> Chain:
-        """A chain of the first `count` tokens of `found`."""
-        return Chain(self.found.tokens[:count])
-
-    def count(self) -> int:
-        """Number of candidates that the round looks up instead of drafting; 0 leaves the round to the draft."""
-        return count_together([self]) if self.choice is not None else self.count_alone()
-
     def count_alone(self) -> int:
-        """`count` without `choice`: by estimates only."""
-        return by_estimate(self.estimates, self._accepted / self._tested if self.has_draft else 0.0)
+        """Number of candidates that the sequence looks up if costs do not decide: 0 unless the first estimate exceeds
+        the draft's acceptance rate; then as many as are all accepted with probability `LEAST_SURVIVAL` or more.
+
+        Example: 0.9, 0.8, 0.5, 0.5 against 0.7: the first three, which are all accepted with probability 0.36.
+        """
+        drafting = self._accepted / self._tested if self.has_draft else 0.0
+        if not self.estimates or self.estimates[0] <= drafting:
+            return 0
+        return int((np.cumprod(self.estimates) >= LEAST_SURVIVAL).sum())
 
     def extend(self, chain: DraftTree, survival: float | None) -> DraftTree:
         """The drafted chain, followed by as many looked-up candidates as are worth their cost. `survival`: probability
@@ -205,25 +193,24 @@ class LookingUp:
         self._accepted += accepted
         self._tested += min(accepted + 1, drawn)
         if self.choice is not None:
-            drafting = 0.0
-            if self._costs is not None and tree.passes:
-                drafting = self._costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self._costs.overhead
+            work = DraftWork(tree.passes, branches=len(tree.scores) - tree.passes)
+            drafting = work.seconds(self._costs) if tree.passes else 0.0
             self.choice.record_round(kept, float(self.verify[min(width, self.most)]) + drafting)
 
     @property
     def catching_up(self) -> float:
         """Seconds that the draft takes later for each token that it has not read."""
-        return 0.0 if self._costs is None or not self.has_draft else self._costs.read
+        return float(self._costs.read) if self.has_draft else 0.0
 
 
-def count_together(rows: Sequence[LookingUp]) -> int:
-    """The most candidates that any row of a batch looks up instead of drafting; 0 leaves the round to the draft."""
+def counts_of(rows: Sequence[LookingUp]) -> list[int]:
+    """The most candidates that each sequence of a batch looks up in this round instead of drafting; 0 leaves the round
+    to the draft. By costs all sequences do the same, because they share passes."""
     first = rows[0]
     if first.choice is None:
-        return 0
+        return [row.count_alone() for row in rows]
     widest = max(len(row.found) for row in rows)
-    if not widest:
-        return 0
     reading = 0.0 if first.waits else first.catching_up
     estimates = [row.estimates for row in rows]
-    return first.choice.length(estimates, first.verify[: widest + 1], reading, drafts=not first.waits)
+    count = first.choice.length(estimates, first.verify[: widest + 1], reading, drafts=not first.waits)
+    return [count] * len(rows)

@@ -14,14 +14,13 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
 from hf_specdecpp.files import read_json, save_text
 
 LENGTHS = (2, 3, 4, 5, 7, 10, 15, 25)  # match lengths at which a new class begins; matches of 1 token are class 0
-LONGEST = 64  # longer matches are in the same class
 SHARES = 4  # classes: 0 less than half of the places agree, 1 at least half, 2 there is one place, 3 several, all agree
 NUM_CLASSES = (len(LENGTHS) + 1) * SHARES
 
@@ -33,8 +32,6 @@ MOST_COUNTED = 400.0  # judged candidates of a class at which its counts are hal
 OF_TEXT = 0.97  # factor of earlier counts in `TextRates` at each token
 TEXT_PRIOR = 2.0  # right candidates, and wrong ones, that `TextRates` assumes at first
 
-_CLASSES = [[bisect_right(LENGTHS, length) * SHARES + of for length in range(LONGEST + 1)] for of in range(SHARES)]
-
 
 def classes_of(lengths: range, agree: int, total: int) -> list[int]:
     """The classes of consecutive candidates after matches of these `lengths`, if `agree` of `total` places continue
@@ -43,8 +40,7 @@ def classes_of(lengths: range, agree: int, total: int) -> list[int]:
     Example: after matches of 5 and 6 tokens, if 3 of 4 places agree, they are 4 * 4 + 1 = 17, twice.
     """
     share = (2 if total == 1 else 3) if agree == total else int(2 * agree >= total)
-    known = _CLASSES[share][lengths.start : lengths.stop]
-    return known + _CLASSES[share][-1:] * (len(lengths) - len(known))
+    return [bisect_right(LENGTHS, length) * SHARES + share for length in lengths]
 
 
 class LookupRates:
@@ -169,10 +165,6 @@ class Answers:
         self.most = most
         self.clear()
 
-    def __len__(self) -> int:
-        """Number of tokens, including `NOTHING` after each answer."""
-        return len(self.seen)
-
     def clear(self) -> None:
         self.seen = TokenIndex()
 
@@ -273,8 +265,9 @@ class TextLookup:
                     alive = [each for each, token in zip(alive, next_ones, strict=True) if token == best]
                 tokens.append(best)
             classes += classes_of(range(longest + place, longest + len(tokens)), agree, total)
-        count = self._num_proposable(tokens)
-        return Continuation(tokens[:count], classes[:count])
+        # Ends before the first token that is in `never` or not in the target's vocabulary.
+        tokens = list(takewhile(lambda token: 0 <= token < self.vocab_size and token not in self.never, tokens))
+        return Continuation(tokens, classes[: len(tokens)])
 
     def _pieces(self, matches: list[Matches], least: int, most: int, after: Sequence[int]) -> list[list[int]]:
         """The `most` tokens after each match of `least` tokens or more, latest first; `NOTHING` ends other text."""
@@ -296,10 +289,3 @@ class TextLookup:
             matches = [seen.matches(last, token, each) for seen, each in zip(self.sources, matches, strict=True)]
             last = token
         return matches
-
-    def _num_proposable(self, tokens: list[int]) -> int:
-        """Number of tokens before the first one that is in `never` or not in the target's vocabulary."""
-        if not tokens or (min(tokens) >= 0 and max(tokens) < self.vocab_size and self.never.isdisjoint(tokens)):
-            return len(tokens)
-        is_allowed = (0 <= token < self.vocab_size and token not in self.never for token in tokens)
-        return next((count for count, allowed in enumerate(is_allowed) if not allowed), len(tokens))

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from hf_specdecpp.caches.cached_context import width_of
-from hf_specdecpp.clocks import are_sensible, typical
-from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.clocks import typical
+from hf_specdecpp.config.costs import Costs, DraftWork
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.models.causal_lm import CausalLM, num_bytes, parameters_of
@@ -47,8 +47,7 @@ class KnownCosts:
 
     Args:
         first: costs before any round was timed.
-        form: computes the costs by which a plan decides, by candidates, from those of passes, by tokens: for batches a
-            row's share, for padded passes those of the padded width (`Rounds.formed`).
+        form: makes the costs by which a plan decides from those of passes (`Rounds.formed`).
         is_assumed: whether `first` is assumed, in passes over one token. After the first sequence costs are in seconds.
         follows: whether rounds correct the costs; `False` for given ones.
     """
@@ -67,9 +66,9 @@ class KnownCosts:
         self._formed: dict[int, Costs] = {}  # results of `form`, by length class
 
     @property
-    def are_new(self) -> bool:
-        """Whether fewer than five sequences have corrected assumed costs."""
-        return self._texts < FEW
+    def are_settled(self) -> bool:
+        """Whether costs follow the rounds, and assumed ones were corrected by at least five sequences."""
+        return self.follows and self._texts >= FEW
 
     def at(self, length: int) -> Costs:
         """Costs for a rule at this sequence length: one object per length class until the next `update`."""
@@ -80,21 +79,22 @@ class KnownCosts:
 
     def update(self, times: RoundTimes) -> list[tuple[int, int]]:
         """Correct the costs after a sequence. Returns (length class, width) of the passes that confirmed their cost."""
-        taken: list[tuple[int, int]] = []
+        confirmed: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
-            return taken
+            return confirmed
         if self.is_assumed:
             seconds = in_seconds(self.first, times)
             if seconds is None:  # shorter than the clock's resolution
-                return taken
+                return confirmed
             self.first, self.is_assumed = seconds, False
         self._texts += 1
         for kind, passes in times.passes.items():
             known = self._by_length.get(self._nearest(kind), self.first)
             self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()))
-            taken += [(kind, width) for width in as_expected(known, passes)]
+            ratios = relative_times(known, passes)
+            confirmed += [(kind, width) for width, ratio in ratios.items() if abs(math.log(ratio)) < EXPECTED]
         self._formed.clear()
-        return taken
+        return confirmed
 
     def _nearest(self, kind: int) -> int:
         """The nearest length class with corrected costs; `kind` if there is none."""
@@ -111,7 +111,7 @@ class Rounds:
     most: int  # the most candidates of a round
     trees: bool = False  # otherwise chains
     rows: int = 1  # of the batch
-    passes: str = "growing"  # or "captured" for captured target passes, whose width is padded
+    captures: bool = False  # whether the target's passes may be captured, and then padded to certain widths
     mixes: bool = False  # whether the draft's logits are mixed with the target's latest choices
     products: str = "own"  # allowed kinds of matrix multiplication (`DraftSetup.described_products`)
     times: ProductTimes | None = None  # measured seconds of the target's large layers, if any
@@ -119,7 +119,7 @@ class Rounds:
     def formed(self) -> Callable[[Costs], Costs]:
         """A function from costs of passes to costs for a rule: for batches one row's share of passes over all rows."""
         # Read here, because the function must not keep the target alive.
-        is_recurrent, is_filled_up = keeps_recurrent_state(self.target), self.passes != "growing"
+        is_recurrent, captures = keeps_recurrent_state(self.target), self.captures
         most, rows = self.most, self.rows
 
         def form(costs: Costs) -> Costs:
@@ -129,7 +129,7 @@ class Rounds:
             if is_recurrent:
                 # After a rejection the accepted tokens are read again, each about once.
                 costs = costs.reading(range(1, 2 * most + 2, 2))
-            if is_filled_up:  # padded with dummies
+            if captures:
                 costs = costs.reading([width_of(tokens) for tokens in range(1, most + 2)])
             return costs if rows == 1 else costs.scaled(1.0 / rows)
 
@@ -143,7 +143,7 @@ class Rounds:
             for each in (self.target, *self.drafter.parts, *head)
         ]
         attention = self.target.config.get_text_config(decoder=True)._attn_implementation
-        rounds = self.most, self.trees, self.rows, self.passes, self.mixes, self.products
+        rounds = self.most, self.trees, self.rows, self.captures, self.mixes, self.products
         return *models, attention, self.drafter.block, *rounds, torch.get_num_threads()
 
     def assumed(self) -> Costs:
@@ -209,23 +209,6 @@ def length_class(length: int) -> int:
     return max(length.bit_length(), SHORT)
 
 
-@dataclass(frozen=True)
-class DraftWork:
-    """The work of the draft in a round."""
-
-    steps: int = 0  # draft passes
-    read: int = 0  # tokens that the draft read first, after rounds without it, not counting the last token
-    branches: int = 0  # nodes that draft passes read, without the first of each pass
-
-    def seconds(self, costs: Costs) -> float:
-        """Expected seconds."""
-        return costs.start + self.steps * costs.draft + self.further(costs)
-
-    def further(self, costs: Costs) -> float:
-        """Expected seconds of `read` and `branches`."""
-        return self.read * costs.read + self.branches * costs.branch
-
-
 @dataclass
 class RoundTimes:
     """Times of the rounds of one sequence, each in two parts: drafting, and the rest, which is the cost of a pass of
@@ -254,15 +237,12 @@ class RoundTimes:
             self.drafts[kind].append((self._drafting, self._drafted - self._begin))
 
 
-def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int]:
-    """Widths whose typical time is within about 10 % of the cost, and so confirms it. `passes`: as in `corrected`."""
-    verify, taken = costs.verify_seconds(max(passes, default=1) - 1), taken_by(passes)
-    return [width for width, seconds in taken.items() if abs(math.log(seconds / verify[width - 1])) < EXPECTED]
-
-
-def taken_by(passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Typical seconds of each width (`clocks.typical`), except widths whose times the clock cannot resolve."""
-    return {width: seconds for width, each in passes.items() if (seconds := typical(each)) is not None}
+def relative_times(costs: Costs, passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """By width, typical seconds (`clocks.typical`) relative to the cost, without widths that the clock cannot resolve.
+    `passes`: as in `corrected`."""
+    verify = costs.verify_seconds(max(passes, default=1) - 1)
+    times = {width: typical(each) for width, each in passes.items()}
+    return {width: seconds / verify[width - 1] for width, seconds in times.items() if seconds is not None}
 
 
 def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
@@ -296,16 +276,18 @@ def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Seque
         passes: by width, the seconds of each round except those of drafting.
         drafts: for each round with drafting, the draft's work and its seconds.
     """
-    verify = costs.verify_seconds(max(max(passes, default=0), len(costs.verify)) - 1).tolist()
-    changes = {width: _log_ratio(seconds, verify[width - 1]) for width, seconds in taken_by(passes).items()}
-    rounds = sum(len(passes[width]) for width in changes)
-    usual = sum(change * len(passes[width]) for width, change in changes.items()) / max(rounds, 1) * _share(rounds)
-    by = [changes[w] * _share(len(passes[w])) if w in changes else usual for w in range(1, len(verify) + 1)]
-    verify = [seconds * math.exp(change) for seconds, change in zip(verify, by, strict=True)]
+    counts = {width: len(seconds) for width, seconds in passes.items()}
+    changes = {width: _bounded_log(ratio) for width, ratio in relative_times(costs, passes).items()}
+    rounds = sum(counts[width] for width in changes)
+    usual = sum(change * counts[width] for width, change in changes.items()) / max(rounds, 1) * _share(rounds)
+    verify = costs.verify_seconds(max(max(passes, default=0), len(costs.verify)) - 1)
+    for width in range(1, len(verify) + 1):
+        change = changes[width] * _share(counts[width]) if width in changes else usual
+        verify[width - 1] *= math.exp(change)
     few = [(work, seconds) for work, seconds in drafts if work.read <= MOST_READ]
     if not few:
         costs = costs.scaled(1.0, math.exp(usual))
-    costs = _corrected_drafting(replace(costs, verify=tuple(verify)), few)
+    costs = _corrected_drafting(replace(costs, verify=tuple(verify.tolist())), few)
     return _corrected_reading(costs, [(work, seconds) for work, seconds in drafts if work.read > MOST_READ])
 
 
@@ -319,18 +301,18 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[DraftWork, float]])
     usual_ratio = typical([seconds / expected for seconds, expected in known]) if known else None
     if usual_ratio is None:
         return costs
-    costs = costs.scaled(1.0, math.exp(_log_ratio(usual_ratio, 1.0) * _share(len(known))))
+    costs = costs.scaled(1.0, math.exp(_bounded_log(usual_ratio) * _share(len(known))))
     by_steps = defaultdict(list)
     for each, seconds in drafts:
         by_steps[each.steps].append(seconds - each.further(costs))
-    if len(by_steps) == 1 or costs.draft == 0.0 or not are_sensible(map(median, by_steps.values())):
-        return costs
     steps, counts = np.array(list(by_steps)), np.array([len(seconds) for seconds in by_steps.values()])
     taken = np.array([median(seconds) for seconds in by_steps.values()])
+    if len(by_steps) == 1 or costs.draft == 0.0 or not 0.0 < taken.min() <= taken.max() < math.inf:
+        return costs
     mean = np.average(steps, weights=counts)
     slope = np.average((steps - mean) * taken, weights=counts) / np.average((steps - mean) ** 2, weights=counts)
     usual = costs.start + costs.draft * mean
-    step = costs.draft * math.exp(_log_ratio(slope, costs.draft) * _share(counts.sum() - counts.max()))
+    step = costs.draft * math.exp(_bounded_log(slope / costs.draft) * _share(counts.sum() - counts.max()))
     step = min(step, usual / mean)
     return replace(costs, draft=float(step), start=max(float(usual - step * mean), 0.0))
 
@@ -343,7 +325,7 @@ def _corrected_reading(costs: Costs, drafts: Sequence[tuple[DraftWork, float]]) 
     taken = [(seconds - replace(work, read=0).seconds(costs)) / work.read for work, seconds in drafts]
     if not taken or costs.read == 0.0:
         return costs
-    return replace(costs, read=costs.read * math.exp(_log_ratio(median(taken), costs.read)))
+    return replace(costs, read=costs.read * math.exp(_bounded_log(median(taken) / costs.read)))
 
 
 def _share(rounds: int) -> float:
@@ -351,6 +333,5 @@ def _share(rounds: int) -> float:
     return rounds / (rounds + TRUST)
 
 
-def _log_ratio(new: float, old: float) -> float:
-    bound = math.log(MOST_CHANGE)
-    return min(max(math.log(max(new, 1e-9) / old), -bound), bound)
+def _bounded_log(ratio: float) -> float:
+    return math.log(min(max(ratio, 1.0 / MOST_CHANGE), MOST_CHANGE))

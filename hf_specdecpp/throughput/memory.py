@@ -94,15 +94,11 @@ class Memory:
         self, decisions: Decisions, owner: CausalLM, estimator: Estimator, how: GenerationConfig, trees: bool = False
     ) -> Learned:
         """Statistics of an `owner` (the target, or without one the draft), for one way of sampling; new if missing."""
-        greedy = not how.do_sample
-
-        def new() -> Learned:
-            count = estimators.PRIOR_COUNT if trees else estimators.BIN_COUNT
-            return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], estimators.UNCHANGED), count))
-
+        greedy, count = not how.do_sample, estimators.PRIOR_COUNT if trees else estimators.BIN_COUNT
+        line = self.calibration.get(MODES[greedy], estimators.UNCHANGED)
         corrections = decisions.draft_successors, decisions.draft_temperature if how.do_sample else 1.0
         key = trees, type(estimator).__name__, estimator.inputs, *_sampling(how), *corrections
-        return _latest(self.learned.setdefault(owner, {}), key, new)
+        return _latest(self.learned.setdefault(owner, {}), key, lambda: Learned(greedy, AcceptanceRates(line, count)))
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:
         """Statistics of lookups for an `owner` and one way of sampling; new if missing."""

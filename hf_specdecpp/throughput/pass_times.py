@@ -7,13 +7,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from statistics import median, median_low
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from hf_specdecpp.caches.cached_context import GrowingContext
 from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.weight_copies import background
 
 KEPT = 512  # latest passes
 ENOUGH = 3  # passes of a width for a median of its own
@@ -25,8 +24,8 @@ LEAST = 0.25  # least share of a pass's time for a pass over fewer tokens
 class Pass(NamedTuple):
     """A timed forward pass."""
 
-    rows: int  # tokens in the pass
-    saved: float  # CPU seconds that the copies of weights of that time save in a pass over one token
+    tokens: int
+    saved: float  # CPU seconds that the copies of weights of that time save in a pass over one token of each row
     work: float  # CPU seconds of the pass
     clock: float  # wall seconds of the pass
 
@@ -47,19 +46,12 @@ class PassTimes:
         self._latest: deque[Pass] = deque(maxlen=KEPT)
         self._beside: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=ENOUGH))  # of separate passes, by rows
         self._rounds = 0  # since the latest separate pass
-        self._products: Callable[[], FasterProducts | None] = lambda: None  # must not keep a target alive
-        self._copies, self._saved = 0, 0.0  # number of copies; CPU seconds saved per pass over one token
 
-    def begin_text(self, products: FasterProducts) -> None:
-        """Called before the passes of a sequence, which use these matrix multiplications."""
-        self._products, self._copies, self._saved = ref(products), background.made, _saved(products, 1)
-
-    def record_pass(self, rows: int, work: float, clock: float) -> None:
-        """Record a pass over `rows` tokens: CPU seconds `work`, wall seconds `clock`. Called on a CPU only, where a
-        pass ends when its call returns."""
-        if self._copies != background.made and (products := self._products()) is not None:
-            self.begin_text(products)  # copies were made during the generation
-        self._latest.append(Pass(rows, self._saved, max(work, TINY), max(clock, TINY)))
+    def record_pass(self, tokens: int, work: float, clock: float, rows: int, products: FasterProducts) -> None:
+        """Record a pass over `tokens` tokens of a batch of `rows`, with these matrix multiplications: CPU seconds
+        `work`, wall seconds `clock`. Called on a CPU only, where a pass ends when its call returns."""
+        saved = (products.seconds(rows, own=True) or 0.0) - (products.seconds(rows) or 0.0)
+        self._latest.append(Pass(tokens, saved, max(work, TINY), max(clock, TINY)))
 
     def is_missing(self, rows: int, products: FasterProducts) -> bool:
         """Whether a separate pass over `rows` tokens is due. Called once per round."""
@@ -89,28 +81,23 @@ class PassTimes:
             return median_low(beside) * delay, median_low(beside) * delay
         works: dict[tuple[int, float], list[float]] = defaultdict(list)
         for each in passes:
-            works[each.rows, each.saved].append(each.work)
+            works[each.tokens, each.saved].append(each.work)
         usual = {kind: median(each) for kind, each in works.items()}
-        saved, of_one, plain, same = _saved(products, rows), _saved(products, 1), 0.0, 0.0
+        plain, same = 0.0, 0.0
         for each in passes:
-            taken = usual[each.rows, each.saved]
+            taken = usual[each.tokens, each.saved]
             is_known = len(works.get((rows, each.saved), ())) >= ENOUGH
             narrow = usual[rows, each.saved] if is_known else _narrower(taken, each, rows, products)
             same += each.clock / taken * narrow
-            plain += each.clock / taken * (narrow + (saved * each.saved / of_one if of_one else 0.0))
+            plain += each.clock / taken * (narrow + each.saved)
         return plain / len(passes), same / len(passes)
 
 
 def _narrower(seconds: float, of: Pass, rows: int, products: FasterProducts) -> float:
     """Seconds of a pass over `rows` tokens, if a pass such as `of` takes `seconds`."""
     own = not of.saved  # no layer had a copy of its weight
-    further = (products.seconds(of.rows, own) or 0.0) - (products.seconds(rows, own) or 0.0)
+    further = (products.seconds(of.tokens, own) or 0.0) - (products.seconds(rows, own) or 0.0)
     return max(seconds - further, LEAST * seconds)
-
-
-def _saved(products: FasterProducts, rows: int) -> float:
-    """CPU seconds that the copies of weights save now in a pass over `rows` tokens."""
-    return (products.seconds(rows, own=True) or 0.0) - (products.seconds(rows) or 0.0)
 
 
 _known: WeakKeyDictionary[CausalLM, PassTimes] = WeakKeyDictionary()

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from hf_specdecpp.config.costs import Costs, Floats
+from hf_specdecpp.config.costs import Costs, DraftWork, Floats
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import StoppingRule
 from hf_specdecpp.estimation.estimators import FIRST_FITS, NO_VERDICT, AcceptanceRates, Estimator, bin_of
@@ -29,7 +28,7 @@ TRIED, TRIALS = 2, 2  # lengths of chains that a sequence tries at most, and rou
 CLEAR_GAIN = 1.3  # over plain decoding; above it the cost of a pass over one token matters little
 TRIED_AGAIN = 16  # sequences during which a confirmed cost is not tried
 LEAST_GAIN_IN_BATCHES = 1.1  # larger: rows end one by one, and the remaining rows bear the cost of passes
-LEAST_CRITICAL = 1e-9
+LEAST_CRITICAL = 1e-99  # a pass may cost less than a narrower one, so the critical survival may be negative
 ROUNDS_AHEAD = 64  # of a batch, whose gain must exceed the time in which the draft reads all rows
 
 
@@ -53,35 +52,28 @@ class Plan:
         rounds: number of rounds with candidates.
         rate: tokens per second of rounds with candidates.
         trials: chain lengths that the next rounds of the sequence try.
+        unread, trial: in this round: tokens that the draft reads first, and the chain length to try, if any.
     """
 
     least_gain, tries_to = LEAST_GAIN, MOST_CANDIDATES
+    unread = 0
+    trial: int | None = None
 
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self.known, self.most, self.rates = known, most, rates or AcceptanceRates()
         self.credit, self.ledger, self.rounds = MOST_CREDIT, Ledger(LASTING), 0
-        self._kind = 0  # the sequence's length class
         self.trials = list[int]()
-        self._texts, self._is_new = 0, True  # number of sequences; whether the current one has had no round
+        self._texts = 0  # number of sequences
+        self._kind: int | None = None  # length class of the current one, `None` before its first round
         self._confirmed: dict[tuple[int, int], int] = {}  # by (length class, width): number of the latest such sequence
-        self._is_stale = True  # whether `_fit` has to run
         self._use_costs(known.at(0))
-        self._fit_if_stale()
 
     def _use_costs(self, costs: Costs) -> None:
         self.costs, self.verify = costs, costs.verify_seconds(self.most)
         self.seconds = costs.round_seconds(self.most)
-        self.plain = self.ledger.plain = costs.pass_seconds
+        self.plain = self.ledger.plain = costs.verify[0] + costs.overhead
         self.ledger.prices = np.append(self.verify + costs.overhead + costs.start, [costs.draft, costs.branch])
-        self.rate = 0.0
-        self._is_stale = True
-
-    def rule(self, estimator: Estimator) -> Any:
-        """The rule for the rounds of one sequence."""
-        raise NotImplementedError
-
-    def begin_batch(self, unread: int) -> None:
-        """Called before a round of a batch. `unread`: most tokens that the draft has to read first in any row."""
+        self._fit()
 
     def tokens(self) -> Floats:
         """`[most + 1]`, expected tokens of rounds with chains of 0, 1, ... candidates."""
@@ -89,37 +81,28 @@ class Plan:
 
     def begin_text(self) -> None:
         """Called before the first round of a sequence."""
-        self._texts, self._is_new, self.trials = self._texts + 1, True, []
+        self._texts, self._kind, self.trials = self._texts + 1, None, []
 
     def set_length(self, length: int) -> None:
         """Called before each round: use the costs at this sequence length. A sequence's first round, and the first in
         another length class, may begin trials."""
-        kind = length_class(length)
-        is_new = self._is_new or kind != self._kind
-        self._is_new, self._kind = False, kind
         if (costs := self.known.at(length)) is not self.costs:
             self._use_costs(costs)
-        self._fit_if_stale()  # here, outside of the timed part of the round, because fitting takes time
-        if is_new and self.known.follows:
-            self.trials = self._trial_lengths()
+        if (kind := length_class(length)) != self._kind:
+            self._kind = kind
+            self.trials = self._trial_lengths(kind) if self.known.are_settled else []
 
-    def _trial_lengths(self) -> list[int]:
+    def _trial_lengths(self, kind: int) -> list[int]:
         """Chain lengths to try: not confirmed in the last 16 sequences, and faster than now if their pass took the time
         of the cheapest pass. At most two, the best first, two rounds each. Length 0, to which all are compared, comes
-        first unless the gain is clear. Empty for the first five sequences."""
-        if self.known.are_new:
-            return []
+        first unless the gain is clear."""
         promise = self.tokens() / (self.seconds - self.verify + self.verify.min())
         promise[0] = math.inf if self.rate * self.plain < CLEAR_GAIN else 0.0
         lengths, least = range(min(self.most, self.tries_to) + 1), self.least_gain * self.price
-        kinds = range(self._kind - 1, self._kind + 2)  # neighbouring length classes have similar costs
-        latest = [max(self._confirmed.get((kind, k + 1), -TRIED_AGAIN) for kind in kinds) for k in lengths]
+        kinds = range(kind - 1, kind + 2)  # neighbouring length classes have similar costs
+        latest = [max(self._confirmed.get((each, k + 1), -TRIED_AGAIN) for each in kinds) for k in lengths]
         due = [k for k in lengths if promise[k] > least and self._texts - latest[k] >= TRIED_AGAIN]
         return sorted(due, key=lambda k: -promise[k])[:TRIED] * TRIALS
-
-    def next_trial(self) -> int | None:
-        """Remove and return the number of candidates that the next round tries; `None` if the rule decides."""
-        return self.trials.pop(0) if self.trials else None
 
     def end_text(self, times: RoundTimes) -> None:
         """Update the costs by the timed rounds of a sequence that has ended."""
@@ -146,26 +129,30 @@ class Plan:
     def leaves_to_target(self, length: int) -> bool:
         """Whether a sequence of this length, which the draft has not read, is generated without the draft."""
         self.set_length(length)
-        is_worth_probing = self.credit * self.plain >= self._price(length) + READ_CREDIT * self.plain
-        return not (self.pays or is_worth_probing or any(self.trials))
+        return not (self.pays or self._can_probe(length, READ_CREDIT) or any(self.trials))
 
     def should_draft(self, unread: int) -> bool:
-        """Whether a round has candidates. `unread`: tokens that the draft has to read first."""
-        self._fit_if_stale()
-        return self.most > 0 and (self.pays or self.credit * self.plain >= self._price(unread))
+        """Begin a round: whether it has candidates. `unread`: tokens that the draft has to read first."""
+        self.unread, self.trial = unread, self.trials.pop(0) if self.trials else None
+        if self.trial is not None:
+            return self.trial > 0
+        return self.most > 0 and (self.pays or self._can_probe(unread))
 
-    def _price(self, unread: int) -> float:
-        """Seconds of a probe of one candidate, including the reading of `unread` tokens, less those of a plain pass."""
-        probe = self.costs.tree_seconds(1, 1, float(self.verify[min(1, self.most)]))
-        return self.costs.read * unread + probe - self.plain
+    def _can_probe(self, unread: int, reserve: float = 0.0) -> bool:
+        """Whether the credit, less a reserve, is as high as the loss in a probe of one candidate without acceptance."""
+        loss = self._round_seconds(min(1, self.most), DraftWork(1, unread)) - self.plain
+        return (self.credit - reserve) * self.plain >= loss
+
+    def _round_seconds(self, candidates: int, drafting: DraftWork) -> float:
+        return drafting.seconds(self.costs) + float(self.verify[candidates]) + self.costs.overhead
 
     def record_empty_round(self) -> None:
         """Called after a round without candidates: adds to the credit, without bound, so any probe gets affordable."""
         self.credit += PROBE_SHARE
 
-    def _settle(self, tokens: int, candidates: int, passes: int, read: int, unread: int) -> None:
-        """Record a round that emitted `tokens`. The draft read `unread` tokens, then in `passes` steps `read` nodes."""
-        seconds = self.costs.tree_seconds(passes, read, float(self.verify[candidates])) + self.costs.read * unread
+    def _settle(self, tokens: int, candidates: int, steps: int, branches: int) -> None:
+        """Record a round with candidates, which emitted `tokens`. `steps`, `branches`: as in `DraftWork`."""
+        seconds = self._round_seconds(candidates, DraftWork(steps, self.unread, branches))
         if self.known.is_assumed:  # and uncertain: a probe is charged at least a whole pass
             seconds = max(seconds, 2.0 * self.plain)
         if self.pays and (tokens > 1 or not self.known.is_assumed):
@@ -174,15 +161,10 @@ class Plan:
             saved = tokens / self.least_gain - seconds / self.plain
         self.credit = min(self.credit + saved, MOST_CREDIT)
         taken = np.zeros(self.most + 3)
-        taken[[candidates, -2, -1]] = 1.0, passes, read - passes
+        taken[[candidates, -2, -1]] = 1.0, steps, branches
         self.ledger.record_round(tokens, taken)
         self.rate = max(self.ledger.rate, self.ledger.promise)
         self.rounds += 1
-
-    def _fit_if_stale(self) -> None:
-        if self._is_stale:
-            self._fit()
-            self._is_stale = False
 
     def _fit(self) -> None:
         """Recompute everything that depends on rates and costs."""
@@ -197,9 +179,6 @@ class ChainPlan(Plan):
         self.lag = lag
         super().__init__(known, most, rates)
 
-    def rule(self, estimator: Estimator) -> Throughput:
-        return Throughput(estimator, self)
-
     def _fit(self) -> None:
         self._ahead = seconds_ahead(self.rates, self.seconds, self.lag)
         super()._fit()
@@ -212,40 +191,35 @@ class ChainPlan(Plan):
         Estimates known before the draw are those of the next candidate, which then counts in the survival."""
         return self.price * self._ahead[drafted][last]
 
-    def record_chain(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
+    def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
             self.record_empty_round()
             return
-        passes = -(-num_drafted // self.costs.block)
-        self._settle(num_accepted + 1, num_drafted, passes, num_drafted, unread)
-        self._is_stale |= self.rates.record_chain(estimates, num_drafted, num_accepted)
+        steps = -(-num_drafted // self.costs.block)
+        self._settle(num_accepted + 1, num_drafted, steps, num_drafted - steps)
+        if self.rates.record_chain(estimates, num_drafted, num_accepted):
+            self._fit()
 
 
 class BatchPlan(ChainPlan):
     """The plan of chains in a batch: all rows draft in a round or none, because the draft's pass is as wide as the row
-    with most unread tokens.
+    with most unread tokens. `begins`: whether they draft in this round."""
 
-    Attributes:
-        unread, begins, trial: in this round: the most unread tokens of a row, whether the rows draft, and the number of
-            candidates to try, if any."""
-
+    begins = True
     least_gain = LEAST_GAIN_IN_BATCHES
     tries_to = 0  # the draft would have to read all rows first, and wider passes cost far more
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         super().__init__(known, most, max(lag, 0), rates)  # all rows continue or none, so no estimate precedes its draw
-        self.unread, self.begins = 0, True
-        self.trial: int | None = None
-
-    def rule(self, estimator: Estimator) -> BatchThroughput:
-        return BatchThroughput(estimator, self)
 
     def begin_batch(self, unread: int) -> None:
-        """Decide whether the rows draft in this round. `unread`: the most unread tokens of a row."""
-        self.trial, self.unread = self.next_trial(), unread
+        """Begin a round: decide whether the rows draft. `unread`: the most unread tokens of a row."""
         gain = self.rate * self.plain**2 - self.plain
         can_read = not self.pays or self.costs.read * unread <= ROUNDS_AHEAD * gain
-        self.begins = self.trial > 0 if self.trial is not None else can_read and self.should_draft(unread)
+        self.begins = super().should_draft(unread) and (can_read or self.trial is not None)
+
+    def should_draft(self, unread: int) -> bool:
+        return self.begins
 
 
 def seconds_ahead(rates: AcceptanceRates, seconds: Floats, lag: int) -> list[list[float]]:
@@ -278,22 +252,21 @@ def seconds_ahead(rates: AcceptanceRates, seconds: Floats, lag: int) -> list[lis
 
 
 class Throughput(StoppingRule):
-    """The stopping rule of a `ChainPlan`: draft on while that raises the expected tokens per second."""
+    """The stopping rule of a `ChainPlan`: draft on while that raises the expected tokens per second. Rows of a batch
+    share passes, so all continue or none (`should_continue`), and all draft in a round or none (`BatchPlan`)."""
 
     def __init__(self, estimator: Estimator, plan: ChainPlan) -> None:
         super().__init__(plan.most)
         self.estimator, self.plan = estimator, plan
-        self.unread, self.asks_first = 0, plan.lag < 0
+        self.asks_first, self.stops_alone = plan.lag < 0, not isinstance(plan, BatchPlan)
         self.begin_round()
 
     def begin_round(self) -> None:
         self._survival, self.last, self.num_drafted = 1.0, NO_VERDICT, -1 if self.asks_first else 0
         self.estimates: list[float] = []
-        self.trial: int | None = None
 
     def should_draft(self, unread: int) -> bool:
-        self.unread, self.trial = unread, self.plan.next_trial()
-        return self.plan.should_draft(unread) if self.trial is None else self.trial > 0
+        return self.plan.should_draft(unread)
 
     def stops(self, signal: float | None) -> bool:
         self.num_drafted += 1
@@ -301,39 +274,19 @@ class Throughput(StoppingRule):
             self.estimates.append(signal)
             self._survival *= self.plan.rates.calibrated(signal)
             self.last = bin_of(signal)
-        return self._survival <= self.critical if self.trial is None else self.num_drafted >= self.trial
-
-    @property
-    def critical(self) -> float:
-        """The round ends at this survival or below."""
-        return self.plan.critical(self.num_drafted, self.last)
-
-    def survival(self, count: int) -> float | None:
-        known = map(self.plan.rates.calibrated, self.estimates[:count])
-        return math.prod(known) if self.trial is None else None
-
-    def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
-        self.plan.record_chain(self.estimates, self.unread, (drawn := tree.num_drawn), min(len(path), drawn))
-
-
-class BatchThroughput(Throughput):
-    """The rule for a row of a batch. Rows share passes, so all continue or none (`should_continue`), and all draft in a
-    round or none (`BatchPlan.begin_batch`)."""
-
-    plan: BatchPlan
-
-    def should_draft(self, unread: int) -> bool:
-        self.unread, self.trial = max(unread, self.plan.unread), self.plan.trial
-        return self.plan.begins
-
-    def stops(self, signal: float | None) -> bool:
-        super().stops(signal)
-        return False
+        return self.stops_alone and self.worth <= 1.0
 
     @property
     def worth(self) -> float:
-        """Worth of another candidate of this row, relative to its price: S / c, where S is the probability that all
-        candidates so far are accepted, and c the critical survival. A single sequence continues if S > c."""
-        if self.trial is not None:
-            return math.inf if self.num_drafted < self.trial else 0.0
-        return self._survival / max(self.critical, LEAST_CRITICAL)
+        """S / c, where S is the probability that all candidates so far are accepted, and c the critical survival. A
+        trial goes on to its length."""
+        if (trial := self.plan.trial) is not None:
+            return math.inf if self.num_drafted < trial else 0.0
+        return self._survival / max(self.plan.critical(self.num_drafted, self.last), LEAST_CRITICAL)
+
+    def survival(self, count: int) -> float | None:
+        known = map(self.plan.rates.calibrated, self.estimates[:count])
+        return math.prod(known) if self.plan.trial is None else None
+
+    def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
+        self.plan.record_chain(self.estimates, (drawn := tree.num_drawn), min(len(path), drawn))

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import cast
 
 import numpy as np
 
 from hf_specdecpp.config.costs import Floats
-from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, Estimator, bin_of
+from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.trees.growth import Growth, SlotValuation
@@ -31,8 +30,7 @@ class TreePlan(Plan, SlotValuation):
     Attributes:
         splits: learned s: a slot of value v takes about 1 + s (v a / t - 1) draws until all gains in it are below t.
         mean_estimate: learned mean of a, 0.5 before the first draws.
-        unread, limit, trial: in this round: tokens that the draft reads first, the most nodes, and the length of the
-            chain to try, if any.
+        limit: the most nodes in this round.
         saved: plain passes that siblings would have saved in rounds without siblings (`Slots.branches`).
         refused: the reason if a test showed that the target or the draft cannot read trees.
     """
@@ -42,21 +40,13 @@ class TreePlan(Plan, SlotValuation):
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # sums: further draws, 1 / t - 1, all draws, their a
         self.splits, self.mean_estimate = 2.0, 0.5
-        self.unread, self.limit, self.saved = 0, most, 0.0
-        self.trial, self.refused = cast("int | None", None), ""
+        self.limit, self.saved, self.refused = most, 0.0, ""
         super().__init__(known, most, rates or AcceptanceRates(bin_count=PRIOR_COUNT))
 
     @property
     def most_now(self) -> int:
         """The most nodes of the next tree: `FIRST_NODES`, doubled with each round with candidates, up to `limit`."""
         return min(FIRST_NODES << min(self.rounds, 10), self.limit)
-
-    def rule(self, _estimator: Estimator) -> TreePlan:
-        return self
-
-    def should_draft(self, unread: int) -> bool:
-        self.unread, self.trial = unread, self.next_trial()
-        return super().should_draft(unread) if self.trial is None else self.trial > 0
 
     def expected(self, last: float | None, chance: float | None = None, /) -> float:
         if chance is not None:
@@ -119,7 +109,8 @@ class TreePlan(Plan, SlotValuation):
         """Whether a draft pass over leaves of a level is worth its seconds.
 
         `gains`: gains of the leaves' first children; `others`: gains of the open slots; `size`: nodes of the tree."""
-        seconds = self.costs.level_seconds(level, len(gains))
+        steps = int(level % self.costs.block == 0)  # within a block candidates are only ranked
+        seconds = self.costs.draft * steps + self.costs.branch * (len(gains) - steps)
         added = self.best_draws([*gains, *others], size)[1] - self.best_draws(others, size)[1]
         return added > self.price * seconds
 
@@ -136,9 +127,10 @@ class TreePlan(Plan, SlotValuation):
         if tree.levels == 0:
             self.record_empty_round()
             return
-        self._settle(len(path) + 1, len(tree), tree.passes, len(tree.scores), self.unread)
+        self._settle(len(path) + 1, len(tree), tree.passes, len(tree.scores) - tree.passes)
         self._learn_shape(tree)
-        self._is_stale |= self.rates.observe_tree(tree.judged(path))
+        if self.rates.observe_tree(tree.judged(path)):
+            self._fit()
 
     def _learn_shape(self, tree: DraftTree) -> None:
         if len(tree) > 1:

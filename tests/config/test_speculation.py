@@ -20,10 +20,10 @@ from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 
 # A field, a value that it cannot have, and what is said.
 WRONG: list[tuple[str, Any, str]] = [
-    ("rule", "treshold", "rule='treshold' is not a stopping rule. Did you mean threshold?"),
+    ("rule", "treshold", "rule='treshold' must be one of threshold, throughput, fixed. Did you mean threshold?"),
     ("rule", "Throughput", "Did you mean throughput?"),
-    ("rule", None, "rule=None is not a stopping rule. Choose one of threshold, throughput, fixed"),
-    ("rule", ["fixed"], "is not a stopping rule"),
+    ("rule", None, "rule=None must be one of threshold, throughput, fixed"),
+    ("rule", ["fixed"], "rule=['fixed'] must be one of"),
     ("threshold", 7, "threshold=7 must be a number from 0 to 1"),
     ("threshold", -0.1, "must be a number from 0 to 1"),
     ("threshold", float("nan"), "threshold=nan must be a number"),

@@ -3,6 +3,8 @@
 A right round is within rounding of p and a wrong one off by more than a thousandth, without sampling: nothing here can
 fail by chance. Several seeds, because some pairs of p and q cannot tell a mutant from the truth."""
 
+from typing import get_args
+
 import pytest
 import torch
 from support.enumeration.exact_distribution import (
@@ -26,7 +28,7 @@ from support.enumeration.toy_rounds import (
 )
 from torch import Tensor
 
-from hf_specdecpp.config.speculation import RULES as RULE_NAMES
+from hf_specdecpp.config.speculation import Rule
 from hf_specdecpp.drafting.chain import StoppingRule, Threshold
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.trees import verification
@@ -37,7 +39,7 @@ TOLERANCE, SEEDS = 1e-12, range(10)
 
 
 def test_every_rule_is_covered() -> None:
-    assert {name.split("/")[0] for name in RULES} == set(RULE_NAMES)
+    assert {name.split("/")[0] for name in RULES} == set(get_args(Rule))
 
 
 @pytest.mark.daily(

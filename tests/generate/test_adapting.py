@@ -144,4 +144,4 @@ def test_nothing_is_kept_and_nothing_timed(target: CausalLM) -> None:
     assert assistant.stats.decided["costs"] == "assumed"
     assert (assistant.stats.decided["products"], known_costs._known) == ("own, draft in int8", before)
     assert not len(assistant.memory.learned)
-    assert not len(assistant.memory.answers)
+    assert not len(assistant.memory.answers.seen)

@@ -244,7 +244,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"acceptance_by_rank": {"greedy": [0.1] * 5000}}, "acceptance_by_rank has 5000 ranks; 32 are the most"),
     ({"speculation": {"tree": [1] * 9_000}}, "tree has 9000 nodes or more; 1 to"),
     ({"speculation": {"tree": []}}, "1 to 1024 are possible: choose"),
-    ({"speculation": {"rule": "confidence"}}, "rule='confidence' is not a stopping rule"),
+    ({"speculation": {"rule": "confidence"}}, "rule='confidence' must be one of"),
     ({"speculation": {"tree_budget": 10**9}}, "tree_budget=1000000000 must be a whole number from 2 to 1024"),
     ({"vocab_hash": "a" * 2**18}, "config.json has 26.,.* bytes, more than the maximum of 262,144"),
 ]

@@ -12,8 +12,8 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import candidate_generator
-from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
-from hf_specdecpp.lookup.token_index import NOTHING, LookupRates
+from hf_specdecpp.lookup.looking_up import Choice, LookingUp
+from hf_specdecpp.lookup.token_index import NOTHING, LookupRates, TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import special_ids
 
@@ -90,7 +90,7 @@ def test_special_tokens_are_never_proposed() -> None:
     proposed: list[int] = []
 
     with pytest.MonkeyPatch.context() as patch:
-        heard(patch, LookingUp, "first_candidates", lambda self, count: proposed.extend(self.found.tokens[:count]))
+        heard(patch, LookingUp, "record_outcome", lambda _, tree, __: proposed.extend(tree.candidates))
         ours = generate(target, assistant)
     assert torch.equal(ours, generate(target))
     assert proposed
@@ -208,7 +208,7 @@ def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     assert torch.equal(first, generate(target, assistant))
     assert assistant.stats.target_passes < 0.5 * before.target_passes
     assistant.memory.clear()
-    assert len(assistant.memory.answers) == 0
+    assert len(assistant.memory.answers.seen) == 0
     generate(target, assistant)
     assert assistant.stats.target_passes == before.target_passes
 
@@ -221,9 +221,14 @@ def test_the_example_of_the_choice() -> None:
     assert choice.further(0.05, [0.9, 0.9, 0.1], seconds - seconds[0]) == 0
 
 
-def test_by_estimate() -> None:
-    assert (by_estimate([0.9, 0.8, 0.5, 0.5], 0.7), by_estimate([0.6, 0.8], 0.7)) == (3, 0)
-    assert by_estimate([], 0.0) == 0
+@pytest.mark.parametrize(("estimates", "has_draft", "count"), [
+    ([0.9, 0.8, 0.5, 0.5], True, 3), ([0.6, 0.8], True, 0), ([0.6, 0.8], False, 2), ([], False, 0),
+])  # fmt: skip
+def test_by_estimate(estimates: list[float], has_draft: bool, count: int) -> None:
+    """A draft's candidates are accepted with probability 0.7 before any was tested."""
+    lookup = LookingUp(TextLookup(), LookupRates(), 31, has_draft)
+    lookup.estimates = estimates
+    assert lookup.count_alone() == count
 
 
 def test_every_token_teaches_whether_it_was_proposed_or_not() -> None:
@@ -231,7 +236,7 @@ def test_every_token_teaches_whether_it_was_proposed_or_not() -> None:
     target = tiny("llama", initializer_range=0.05)
     assistant = assistant_for(target, mix=1.0, lookup=True, rule="fixed", num_tokens=6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LookingUp, "count", lambda _: 0)
+        patch.setattr(candidate_generator, "counts_of", lambda rows: [0 for _ in rows])
         generate(target, assistant, max_new_tokens=100)
     (learned,) = assistant.memory.lookups[target].values()
     assert isinstance(learned.rates, LookupRates)

@@ -8,7 +8,7 @@ import pytest
 
 from hf_specdecpp.lookup.token_index import (
     EQUAL,
-    LONGEST,
+    LENGTHS,
     MOST_MATCHES,
     MOST_SINGLE,
     NOTHING,
@@ -98,7 +98,7 @@ def test_only_the_latest_places_are_looked_at() -> None:
 def test_a_match_is_counted_up_to_the_longest_class() -> None:
     shares = ((1, 3), (2, 3), (1, 1), (2, 2))
     *others, longest = zip(*(classes_of(range(1, 71), *share) for share in shares), strict=True)
-    assert others[LONGEST - 1] == longest
+    assert others[LENGTHS[-1] - 1] == longest
     assert classes_of(range(70, 73), 2, 2) == [longest[-1]] * 3
     assert len({each for classes in (longest, *others) for each in classes}) == 36
 
@@ -107,17 +107,17 @@ def test_the_oldest_answers_go() -> None:
     answers = Answers(20)
     for first in range(0, 60, 3):
         answers.add([first, first + 1, first + 2])
-        assert len(answers) <= 20
+        assert len(answers.seen) <= 20
     assert 57 in answers.seen.tokens
     assert 0 not in answers.seen.tokens
     answers.add(range(1000))
     assert list(answers.seen.tokens)[-3:] == [998, 999, NOTHING]
-    assert len(answers) <= 20
+    assert len(answers.seen) <= 20
     answers.clear()
-    assert len(answers) == 0
+    assert len(answers.seen) == 0
     nothing = Answers(0)
     nothing.add([1, 2])
-    assert len(nothing) == 0
+    assert len(nothing.seen) == 0
     latest = Answers(1)
     for first in (1, 3):
         latest.add([first, first + 1])

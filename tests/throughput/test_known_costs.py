@@ -10,14 +10,14 @@ from support.targets.models import assistant_for, partly_agreeing, prompt, tiny
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.costs import Costs, DraftWork
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import known_costs, memory
-from hf_specdecpp.throughput.known_costs import DraftWork, RoundTimes, corrected, in_seconds
+from hf_specdecpp.throughput.known_costs import RoundTimes, corrected, in_seconds
 from hf_specdecpp.throughput.plan import ChainPlan, Plan
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -78,7 +78,7 @@ def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> N
     plan = ChainPlan(known, 4, lag=0)
     assert plan.costs.verify[1] == plan.costs.verify[0]
     for _ in range(24):
-        plan.record_chain([0.5], 0, 1, 0)
+        plan.record_chain([0.5], 1, 0)
         plan.set_length(16)
     assert not plan.pays
 

@@ -15,13 +15,13 @@ from support.targets.models import assistant_of, prompt, tiny
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
-from hf_specdecpp.clocks import first_sensible, typical
-from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.clocks import typical
+from hf_specdecpp.config.costs import Costs, DraftWork
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import products
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput import known_costs
-from hf_specdecpp.throughput.known_costs import DraftWork, KnownCosts, as_expected, corrected
+from hf_specdecpp.throughput.known_costs import KnownCosts, corrected, relative_times
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -109,7 +109,7 @@ def test_products_stay_pytorch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_coarse_clock_tells_by_the_mean() -> None:
     assert typical([0.0] * 22 + [0.01] * 3) == pytest.approx(0.0012)
-    assert typical([0.0, 0.0]) is typical([-1.0]) is typical([math.nan]) is first_sensible(math.inf) is None
+    assert typical([0.0, 0.0]) is typical([-1.0]) is typical([math.nan]) is typical([math.inf]) is None
 
 
 MEASURED = Costs(0.002, (0.010, 0.030))
@@ -118,5 +118,5 @@ MEASURED = Costs(0.002, (0.010, 0.030))
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, -math.inf, math.nan])
 def test_rounds_of_no_sensible_time_change_nothing(seconds: float) -> None:
     passes, drafts = {1: [seconds] * 9, 4: [seconds] * 9}, [(DraftWork(steps), seconds) for steps in (1, 2, 2)]
-    assert as_expected(MEASURED, passes) == []
+    assert relative_times(MEASURED, passes) == {}
     assert corrected(MEASURED, passes, drafts) == replace(MEASURED, verify=tuple(MEASURED.verify_seconds(3)))

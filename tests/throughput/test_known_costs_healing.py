@@ -10,12 +10,12 @@ from support.enumeration.plans import chain_plan, tell
 from support.targets.models import assistant_of, prompt, tiny
 from support.targets.watchers import heard
 
-from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.costs import Costs, DraftWork
 from hf_specdecpp.drafting.draft_model import ModelSession
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput import plan
-from hf_specdecpp.throughput.known_costs import DraftWork, KnownCosts, RoundTimes
+from hf_specdecpp.throughput.known_costs import KnownCosts, RoundTimes
 from hf_specdecpp.throughput.plan import ChainPlan, Throughput
 
 ROUNDS = 40  # of a text

@@ -33,9 +33,8 @@ NONE: Any = NoLayers()
 
 def times_of(*passes: tuple[int, float, float], products: Any = PRODUCTS) -> PassTimes:
     times = PassTimes()
-    times.begin_text(products)
     for each in passes:
-        times.record_pass(*each)
+        times.record_pass(*each, 1, products)
     return times
 
 
@@ -51,26 +50,20 @@ def test_passes_that_were_made_count_more_than_what_is_known_of_products() -> No
     same = times.seconds(1, 7, PRODUCTS)[1]
     assert same is not None
     assert 0.1 < same < 0.11, "two are too few"
-    times.record_pass(1, 0.1, 0.1)
+    times.record_pass(1, 0.1, 0.1, 1, PRODUCTS)
     assert times.seconds(1, 8, PRODUCTS) == pytest.approx((0.125, 0.1))
 
 
-@pytest.mark.parametrize(("rows", "before", "after"), [(1, 0.135, 0.110), (4, 0.165, 0.120)])
-def test_passes_before_copies_were_made_had_plain_products(
-    rows: int, before: float, after: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("tokens", "before", "after"), [(1, 0.135, 0.110), (4, 0.165, 0.120)])
+def test_passes_before_copies_were_made_had_plain_products(tokens: int, before: float, after: float) -> None:
     """What copies save is added to the passes that had them, and not to those before, which are compared with passes
     over one token on the same products."""
     products: Any = Products()
     with_copies, products.copied = products.copied, products.own
-    times = PassTimes()
-    times.begin_text(products)
-    for _ in range(20):
-        times.record_pass(rows, before, before)
+    times = times_of(*[(tokens, before, before)] * 20, products=products)
     products.copied = with_copies
-    monkeypatch.setattr(background, "made", background.made + 1)
     for _ in range(5):
-        times.record_pass(rows, after, after)
+        times.record_pass(tokens, after, after, 1, products)
     assert times.seconds(1, 25, products) == pytest.approx((0.135, (20 * 0.135 + 5 * 0.110) / 25))
     times._latest = type(times._latest)(each._replace(saved=0.025) for each in times._latest)  # the mutant
     plain = times.seconds(1, 25, products)[0]
@@ -106,7 +99,7 @@ def test_where_products_say_nothing_passes_are_made_beside_the_rounds() -> None:
     assert made == [0, 1, EVERY + 1, 2 * EVERY + 1]
     assert WARM == 2
     assert times.seconds(1, 9, NONE) == (0.1, 0.1)
-    times.record_pass(4, 0.2, 0.6)
+    times.record_pass(4, 0.2, 0.6, 1, NONE)
     assert times.seconds(1, 9, NONE) == pytest.approx((0.3, 0.3)), "by the clock, of a busy machine"
     assert not any(times.is_missing(1, PRODUCTS) for _ in range(2 * EVERY))
 
@@ -122,8 +115,8 @@ def test_clocks_that_stand_or_go_back(seconds: float) -> None:
 def test_the_latest_passes_are_kept() -> None:
     times = times_of(*[(4, 0.1, 0.1)] * (KEPT + 10))
     assert len(times._latest) == KEPT
-    times.record_pass(1, 0.0, 0.1)
-    assert times._latest[-1].rows == 1
+    times.record_pass(1, 0.0, 0.1, 1, PRODUCTS)
+    assert times._latest[-1].tokens == 1
 
 
 # In texts. ------------------------------------------------------------------------------------------------------------
@@ -149,7 +142,9 @@ def test_with_copies_a_plain_pass_takes_what_their_products_save(
     with_copies = assistant.setup().products(target).seconds(1)
     assert with_copies is not None
     monkeypatch.setattr(
-        PassTimes, "record_pass", lambda self, rows, *_: note(self, rows, 3 * with_copies, 3 * with_copies)
+        PassTimes,
+        "record_pass",
+        lambda self, tokens, _work, _clock, *others: note(self, tokens, 3 * with_copies, 3 * with_copies, *others),
     )
     stats = said(target, assistant)
     assert stats.same_pass_seconds == pytest.approx(3 * with_copies)

@@ -1,16 +1,18 @@
 """The throughput rule in batches, whose rows share passes."""
 
 from statistics import mean
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from support.enumeration.plans import tell
+from support.enumeration.plans import chain_plan, tell
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.chain import should_continue
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.plan import BatchPlan, BatchThroughput, ChainPlan, Throughput
+from hf_specdecpp.throughput.known_costs import KnownCosts, length_class
+from hf_specdecpp.throughput.plan import BatchPlan, ChainPlan, Throughput
 
 ROWS, LENGTH, MOST = 8, 64, 6
 # Milliseconds of passes over 1 to 7 tokens of each row: of one row, and of eight.
@@ -22,13 +24,11 @@ def batch_plan(costs: Costs, most: int) -> BatchPlan:
     return BatchPlan(KnownCosts(costs, follows=False), most, 0)
 
 
-class Row(BatchThroughput):
+class Row(Throughput):
     def __init__(self, survival: float, critical: float) -> None:
-        self._survival, self._critical, self.trial = survival, critical, None
-
-    @property
-    def critical(self) -> float:
-        return self._critical
+        plan: Any = SimpleNamespace(most=MOST, lag=0, trial=None, critical=lambda *_: critical)
+        super().__init__(DraftProbability(), plan)
+        self._survival = survival
 
 
 def test_rows_go_on_together_where_that_pays_for_all() -> None:
@@ -39,11 +39,11 @@ def test_rows_go_on_together_where_that_pays_for_all() -> None:
 
 
 def test_rows_of_a_batch_never_stop_by_themselves() -> None:
-    plan = batch_plan(Costs(0.5, (1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9)), 6)
-    alone, row = Throughput(DraftProbability(), plan), BatchThroughput(DraftProbability(), plan)
+    costs = Costs(0.5, (1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9))
+    alone, row = (Throughput(DraftProbability(), plan(costs, 6)) for plan in (chain_plan, batch_plan))
     assert alone.stops(0.01)
     assert not row.stops(0.01)
-    assert row._survival <= row.critical
+    assert row.worth <= 1.0
 
 
 class Batches:
@@ -57,7 +57,7 @@ class Batches:
 
     def run(self) -> float:
         """The speed of a batch relative to plain decoding."""
-        rules = [BatchThroughput(DraftProbability(), self.plan) for _ in self.rates]
+        rules = [Throughput(DraftProbability(), self.plan) for _ in self.rates]
         lengths, seconds = [0] * ROWS, 0.0
         while active := [row for row, length in enumerate(lengths) if length < LENGTH]:
             drafted = self._draft([rules[row] for row in active], [self.rates[row] for row in active])
@@ -70,7 +70,7 @@ class Batches:
             seconds += (1.0 - part) * ALONE[drafted] + part * ALL[drafted] + (1.0 + len(active)) * drafted
         return float(LENGTH * ALL[0] / seconds)
 
-    def _draft(self, rules: list[BatchThroughput], estimates: list[float]) -> int:
+    def _draft(self, rules: list[Throughput], estimates: list[float]) -> int:
         self.plan.begin_batch(unread=1)
         for rule in rules:
             rule.begin_round()
@@ -100,11 +100,11 @@ def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
     plan = batch_plan(costs, MOST)
     assert plan.pays
     most = int(64 * (plan.rate * plan.plain - 1.0) * plan.plain / costs.read)
-    rows = [BatchThroughput(DraftProbability(), plan) for _ in range(2)]
+    rows = [Throughput(DraftProbability(), plan) for _ in range(2)]
     for unread, starts in ((1, True), (most - 1, True), (most + 2, False)):
         plan.begin_batch(unread)
         assert [row.should_draft(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
-        assert [row.unread for row in rows] == [unread, unread]
+        assert plan.unread == unread
 
 
 def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
@@ -116,7 +116,7 @@ def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
             plan.begin_text()
             plan.set_length(10)
             lengths |= set(plan.trials)
-            plan._confirmed |= {(plan._kind, 1): plan._texts}
+            plan._confirmed |= {(length_class(10), 1): plan._texts}
         assert 0 in lengths
         assert lengths <= tried
         assert kind is BatchPlan or len(lengths) > 1

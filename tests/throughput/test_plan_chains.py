@@ -259,7 +259,8 @@ def test_seconds_of_a_round() -> None:
     ({"draft": -0.1, "verify": [1.0]}, "none negative"),
     ({"draft": 0.1, "verify": ["1"]}, "none negative"),
     ({"draft": 0.1, "verify": []}, "must list"),
-    ({"draft": 0.1, "verify": [1.0, 0.0]}, "must be positive"),
+    ({"draft": 0.1, "verify": [1.0, 0.0]}, "each positive"),
+    ({"draft": 0.1, "verify": [1.0], "block": 0}, "at least 1"),
 ])  # fmt: skip
 def test_bad_costs_are_refused(costs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

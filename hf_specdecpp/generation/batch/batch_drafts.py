@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from hf_specdecpp.config.costs import DraftWork
 from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains, should_continue
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget
 from hf_specdecpp.generation.output_text import OutputText, Round
-from hf_specdecpp.lookup.looking_up import count_together
-from hf_specdecpp.throughput.known_costs import DraftWork
+from hf_specdecpp.lookup.looking_up import counts_of
+from hf_specdecpp.throughput.plan import BatchPlan
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
@@ -21,7 +23,7 @@ class BatchDrafts(Drafts):
 
     def __init__(self, generators: Sequence[SpecDecPPCandidateGenerator]) -> None:
         first = generators[0]
-        self.count, self.plan = len(generators), first.plan
+        self.count, self.plan = len(generators), cast("BatchPlan | None", first.plan)
         self.times = first.times
         self.together = first.setup.drafter.batch([each.session for each in generators])
 
@@ -54,10 +56,9 @@ class BatchDrafts(Drafts):
     def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
         """In `rows`, replace the coroutines of rows that look up instead of drafting by their looked-up candidates."""
         lookups = [each.lookup for each in generators if each.lookup is not None]
-        together = count_together(lookups) if lookups else 0
-        for place, lookup in enumerate(lookups):
-            if count := together or (lookup.count_alone() if lookup.choice is None else 0):
-                rows[place] = at_once(lookup.first_candidates(count))
+        for place, count in enumerate(counts_of(lookups) if lookups else []):
+            if count:
+                rows[place] = at_once(Chain(lookups[place].found.tokens[:count]))
 
     def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[Chain]:
         def prepare(asking: dict[int, list[Tensor]]) -> bool:

@@ -71,6 +71,7 @@ class FasterProducts:
     ) -> None:
         self.layers: dict[nn.Linear, Forward] = {}
         self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy, times of each layer
+        self._seconds: dict[tuple[int, bool, int], float] = {}  # results of `seconds`, by number of all copies, too
         models = [*draft] if target is None else [target, *draft]
         own = set() if target is None else set(modules_of(target))
         for layer in filter(can_be_copied, large_layers(models)):
@@ -96,12 +97,16 @@ class FasterProducts:
     def seconds(self, rows: int, own: bool = False) -> float | None:
         """Processor seconds of the target's large layers in a pass over `rows` tokens, from measured times; `None` if
         the target has no such layers. `own`: with PyTorch's own kernels."""
-        seconds = 0.0
-        for count, copy, usual in self._of_target:
-            made = copy.made
-            times = usual if made is None else made.times
-            seconds += count * times.seconds(rows, with_copy=not own and made is not None)
-        return seconds or None
+        if not self._of_target:
+            return None
+        if (key := (rows, own, background.made)) not in self._seconds:  # 0.3 ms for a model of 28 layers
+            seconds = 0.0
+            for count, copy, usual in self._of_target:
+                made = copy.made
+                times = usual if made is None else made.times
+                seconds += count * times.seconds(rows, with_copy=not own and made is not None)
+            self._seconds[key] = seconds
+        return self._seconds[key]
 
     def __enter__(self) -> None:
         with _lock:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -503,7 +504,7 @@ def test_speculation_fades_as_the_batch_grows() -> None:
     assert costs.of_row(2, 3).verify == (0.5, 0.5, 1.5, 2.5)
     drafted = []
     for size in (1, 2, 8):
-        assistant = models.assistant_for(target, mix=0.9, rule="throughput", max_tokens=4, costs=costs.to_dict())
+        assistant = models.assistant_for(target, mix=0.9, rule="throughput", max_tokens=4, costs=asdict(costs))
         for _ in range(3):
             generate(target, padded([5] * size), assistant)
         drafted.append(assistant.stats.drafted / assistant.stats.rounds)

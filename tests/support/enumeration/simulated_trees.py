@@ -6,7 +6,7 @@ import torch
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.throughput.plan import ChainPlan
+from hf_specdecpp.throughput.plan import ChainPlan, Throughput
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, ThresholdSchedule, grow_by_level
 from hf_specdecpp.trees.tree import Chain, DraftTree
@@ -63,7 +63,7 @@ class Simulation:
     def run_chains(self, rounds: range, plan: ChainPlan) -> None:
         for seed in rounds:
             torch.manual_seed(seed)
-            draft, rule = RandomDraft(self.kind, seed, vocab=100), plan.rule(DraftProbability())
+            draft, rule = RandomDraft(self.kind, seed, vocab=100), Throughput(DraftProbability(), plan)
             tokens, scores = list[int](), list[torch.Tensor]()
             plan.set_length(0)
             while (rule.should_draft(1) if not tokens else True) and len(tokens) < plan.most:
