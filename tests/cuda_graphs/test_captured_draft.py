@@ -119,6 +119,10 @@ def told_of_no_siblings(head: AcceptanceHead, step: DraftStep, tokens: Tensor, l
 JUDGE = AcceptanceHead.estimate_siblings
 
 
+@pytest.mark.daily(
+    "by all of q-sampled", "by q alone-greedy", "no siblings-greedy", "nothing learned-sampled",
+    "not calibrated-greedy", "siblings do not count-sampled",
+)  # fmt: skip
 @pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
 @pytest.mark.parametrize(
     ("owner", "name", "mutant"),

@@ -86,10 +86,7 @@ def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted]
     )
 
 
-@pytest.mark.daily(
-    "conditioned-llama-None-chain", "conditioned-gemma3_text-5-tree", "conditioned-mistral-5-chain",
-    "eagle3-gemma3_text-None-tree", "eagle3-mistral-None-chain",
-)  # fmt: skip
+@pytest.mark.daily("conditioned-gemma3_text-5-tree", "conditioned-llama-None-chain", "eagle3-mistral-None-chain")
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_reads_the_states_of_the_verified_text(
@@ -105,10 +102,7 @@ def test_reads_the_states_of_the_verified_text(
     assert 0 < assistant.stats.accepted < assistant.stats.drafted, "rounds that accept some and reject some"
 
 
-@pytest.mark.daily(
-    "conditioned-llama-throughput", "conditioned-gpt2-threshold", "eagle3-gemma3_text-throughput",
-    "eagle3-mistral-threshold",
-)  # fmt: skip
+@pytest.mark.daily("conditioned-llama-throughput", "eagle3-mistral-threshold")
 @pytest.mark.parametrize("rule", ["throughput", "threshold"])
 def test_rounds_without_candidates(reading: Making, drafted: list[Drafted], rule: Any, target: CausalLM) -> None:
     """What was not drafted at is read later, with the states of its own passes."""

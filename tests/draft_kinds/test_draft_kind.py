@@ -171,7 +171,7 @@ def test_with_every_option(options: str, name: str, tmp_path: Path, monkeypatch:
     check_text(assistant, target)
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
+@pytest.mark.daily("independent", "dflash", "mtp, several layers")
 @ALL
 def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its distribution is enumerated in `tests/exactness`."""
@@ -184,7 +184,7 @@ def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pyt
     ear.check(target)
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
+@pytest.mark.daily("eagle3", "mtp, several layers")
 @ALL
 def test_a_cache_that_is_carried_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the turn before, a draft that reads the target's states has none, but that turn's keys and values."""
@@ -201,7 +201,7 @@ def test_a_cache_that_is_carried_on(name: str, tmp_path: Path, monkeypatch: pyte
     ear.check(target, first=0 if name == "gemma4" else first.shape[1] - 1)
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
+@pytest.mark.daily("independent", "eagle3", "dflash")
 @ALL
 def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
@@ -215,7 +215,7 @@ def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
         assert assistant.stats.accepted > 0 or name in NEVER_RIGHT
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
+@pytest.mark.daily("eagle3", "dflash")
 @ALL
 def test_a_lookup_beside_it(name: str, tmp_path: Path) -> None:
     """Rounds in which nothing is drafted, and candidates that the draft has not read."""
@@ -236,9 +236,8 @@ def placed(assistant: SpecDecPPAssistant, target: CausalLM) -> Pair:
 
 
 @pytest.mark.daily(
-    "False-fixed-independent", "False-fixed-gemma4", "False-threshold-lookup", "False-tree-early_exit",
-    "False-tree-mtp", "True-fixed-eagle3 of others", "True-threshold-conditioned",
-    "True-threshold-mtp, several layers", "True-tree-dflash", takes=3,
+    "False-fixed-gemma4", "False-threshold-lookup", "False-tree-mtp", "True-fixed-eagle3 of others",
+    "True-threshold-conditioned", "True-tree-dflash", takes=3,
 )  # fmt: skip
 @ALL
 @pytest.mark.parametrize(
@@ -260,7 +259,7 @@ def test_on_apples_device(do_sample: bool, settings: dict[str, Any], name: str, 
     assert assistant.stats.drafted > 0 or not assistant.ready_drafter().places
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers", takes=2)
+@pytest.mark.daily("independent", "dflash", takes=2)
 @ALL
 def test_on_a_pretended_device(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
@@ -307,10 +306,7 @@ def test_a_grammar_that_depends_on_the_path(drawing: Pair) -> None:
     check_text(*drawing, prefix_allowed_tokens_fn=allowed)
 
 
-@pytest.mark.daily(
-    "independent-False-3", "early_exit-True-6", "eagle3-True-3", "eagle3 of others-False-6", "gemma4-False-3",
-    "mtp-True-6",
-)  # fmt: skip
+@pytest.mark.daily("early_exit-True-6", "eagle3 of others-False-6", "independent-False-3", "gemma4-False-3")
 @pytest.mark.parametrize("at", [3, 6])
 def test_stop_strings(drawing: Pair, at: int) -> None:
     text = drawing[1].generate(TEXT, max_new_tokens=20, do_sample=False)[0, TEXT.shape[1] :].tolist()
@@ -336,7 +332,7 @@ def test_an_interrupt_leaves_nothing_behind(drawing: Pair) -> None:
     check_text(assistant, target)
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
+@pytest.mark.daily("eagle3", "mtp, several layers")
 @ALL
 def test_the_target_stays_as_it_is(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
@@ -354,7 +350,7 @@ def test_the_target_stays_as_it_is(name: str, tmp_path: Path) -> None:
     assert look() == before
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
+@pytest.mark.daily("eagle3", "dflash")
 @ALL
 def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
     """A draft that was put beside it would read and write in another dtype."""
@@ -366,7 +362,7 @@ def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
 RESIZED = {"fixed": FIXED, "successors": {**FIXED, "draft_successors": True}, "dyspec": TREES["dyspec"]}
 
 
-@pytest.mark.daily("independent--3-fixed", "early_exit-5-dyspec", "eagle3-5-successors", "gemma4-5-fixed")
+@pytest.mark.daily("early_exit-5-dyspec", "eagle3-5-successors", "independent--3-fixed")
 @pytest.mark.parametrize("settings", RESIZED)
 @pytest.mark.parametrize("change", [-3, 5])
 @pytest.mark.parametrize("name", [*NAMES[:4], "dflash", "gemma4", "gemma4 with clusters"])
@@ -404,7 +400,7 @@ def drafted_by(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[list[in
     return assistant.stats.drafted_at, assistant.stats.accepted_at
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
+@pytest.mark.daily("independent", "mtp, several layers")
 @ALL
 def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path / "first")
@@ -431,7 +427,7 @@ def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assert drafted_by(again, target) == expected
 
 
-@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
+@pytest.mark.daily("eagle3", "dflash")
 @ALL
 def test_a_call_attaches(name: str, tmp_path: Path) -> None:
     """One that was detached, and one that was loaded without a target."""

@@ -149,7 +149,7 @@ def test_a_text_whose_cache_the_draft_reads_is_captured_in_whole_rounds_alone() 
         assert counts["replayed"] == assistant.stats.rounds + 1 + counts["captured"]
 
 
-@pytest.mark.daily("unified-fixed", "images-dyspec", "clusters-fixed", "several layers-dyspec", "values are keys-fixed")
+@pytest.mark.daily("unified-fixed", "images-dyspec", "clusters-fixed")
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
 @pytest.mark.parametrize("name", ["unified", "images", *VARIANTS])
 def test_variants_and_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def test_a_tree_has_the_rows_by_depth() -> None:
     assert (len(hidden), session.passes) == (4, 1)
 
 
+@pytest.mark.daily("44", "52")
 @pytest.mark.filterwarnings("ignore:The target has")
 @pytest.mark.parametrize("size", [VOCAB - 4, VOCAB, VOCAB + 4])
 def test_one_draft_for_targets_with_other_padding(size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def test_decoder_of_an_encoder_decoder() -> None:
 # --- vocabularies ---
 
 
+@pytest.mark.daily("early exit")
 @pytest.mark.takes(2)
 @pytest.mark.parametrize("kind", ["independent", "early exit"])
 def test_draft_vocab(target: PreTrainedModel, draft: str, tmp_path: Path, kind: str) -> None:

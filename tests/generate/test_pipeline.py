@@ -90,6 +90,7 @@ def test_name_of_an_early_exit(hub: HubServer, tmp_path: Path, local: bool) -> N
     assert assisted.assistant_model.stats.drafted > 0
 
 
+@pytest.mark.daily("80")
 @pytest.mark.parametrize("rows", [64, 80])
 def test_name_where_tokens_differ_in_config_only(hub: HubServer, tmp_path: Path, rows: int) -> None:
     """Other padding and another end-of-sequence id than the draft's: the assistant's config shows the target's."""

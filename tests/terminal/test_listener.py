@@ -83,6 +83,7 @@ def test_candidates_that_were_looked_up(accepted: list[int]) -> None:
     assert any(each.accepted for each in said)
 
 
+@pytest.mark.daily("tree")
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_text_may_end_with_a_candidate(speculation: SpeculationConfig, accepted: list[int]) -> None:
     """At some of these ends the last token is a candidate, at others the target's own. The mutant, which does not ask

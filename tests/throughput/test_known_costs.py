@@ -137,7 +137,7 @@ def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> Plan:
     return learned.plan
 
 
-@pytest.mark.daily("chains", "static")
+@pytest.mark.daily("chains")
 @pytest.mark.usefixtures("wrong")
 @pytest.mark.parametrize("kind", KINDS)
 def test_costs_follow_the_rounds(kind: str) -> None:

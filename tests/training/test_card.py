@@ -265,6 +265,7 @@ def rarely(run: TrainingConfig, folder: Path, accepted: float, **changes: Any) -
     return replace(run, output=str(folder / "out"), work_dir=str(folder / "work"), **changes)
 
 
+@pytest.mark.daily("0.099-False", "0.1-True")
 @pytest.mark.parametrize(("accepted", "is_enough"), [(0.031, False), (0.099, False), (0.1, True), (0.8, True)])
 def test_what_is_hardly_accepted_is_not_to_be_used(
     accepted: float, is_enough: bool, run: TrainingConfig, tmp_path: Path

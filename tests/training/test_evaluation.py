@@ -104,7 +104,7 @@ def test_the_rival_is_calibrated_like_the_head(fitted: Any) -> None:
     assert float((expected - q).abs().max()) > 1e-2, "another estimate than q itself"
 
 
-@pytest.mark.daily("before-head-0.95", "after-draft probability-0.99")
+@pytest.mark.daily("before-head-0.95")
 @pytest.mark.parametrize(("judge", "threshold"), [("head", 0.95), ("draft probability", 0.99)])
 def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: float) -> None:
     """Greedy drafts of both: same tokens, so the lengths must agree."""

@@ -257,7 +257,7 @@ def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) ->
     assert distillation._begun(second.distill) == [learnt, {"tokens": 5}], "the runs before that one, too"
 
 
-@pytest.mark.daily("covers more-True", "of another size-False")
+@pytest.mark.daily("covers more-True")
 @pytest.mark.parametrize(
     ("earlier", "kept"), [("covers more", True), ("covers less", False), ("of another size", False)]
 )

@@ -188,6 +188,7 @@ def generator() -> Any:
     return pytest.importorskip("transformers.generation.candidate_generator").DFlashTokenCandidateGenerator
 
 
+@pytest.mark.daily("plain", "windows alone")
 @pytest.mark.parametrize("name", ["plain", "windows", "windows alone", "the last layer read"])
 def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block that transformers drafts in a greedy generation is ours, token for token and in its logits."""

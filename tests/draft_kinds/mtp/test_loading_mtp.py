@@ -204,7 +204,7 @@ def assisted(target: CausalLM, **settings: Any) -> SpecDecPPAssistant:
     return assist(target, "mtp", speculation=SpeculationConfig(**(settings or CHAIN)), default=False)
 
 
-@pytest.mark.daily("deepseek_v3", "bailing_hybrid", "step3p7")
+@pytest.mark.daily("deepseek_v3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_of_every_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chains; and in trees, where the target reads trees. Each round begins as if it read the whole text anew."""

@@ -231,6 +231,7 @@ def test_the_latest_default_is_the_only_one(target: CausalLM, assistant: Any) ->
     other.detach()
 
 
+@pytest.mark.daily("independent", "eagle3")
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 def test_the_target_keeps_it_and_takes_it_along(kind: str) -> None:
     """Nobody but the target holds an assistant that was made in passing. It knows parts of its target only: else the

@@ -377,7 +377,7 @@ DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
 
 
 @needs_float16
-@pytest.mark.daily("1-early exit", "1-tree", "2-model", "2-throughput")
+@pytest.mark.daily("1-tree", "2-throughput")
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_greedy_texts_are_plains(draft: str, rows: int, calls: Calls) -> None:

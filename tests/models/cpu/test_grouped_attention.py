@@ -195,6 +195,7 @@ def test_queries_stay_together_where_a_window_hides_the_first_key(monkeypatch: p
     assert queries == [2]
 
 
+@pytest.mark.daily("tree")
 @needs_float16
 @pytest.mark.parametrize("settings", [{}, {"tree": "dyspec", "tree_budget": 6}], ids=["chain", "tree"])
 def test_logits_in_bfloat16_have_the_bits_of_plain_generation(

@@ -67,7 +67,7 @@ def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: li
     return divergence / count, accepted / count, agreed / count
 
 
-@pytest.mark.daily("independent-None-256", "early_exit-20-7")
+@pytest.mark.daily("early_exit-20-7")
 @pytest.mark.parametrize("chunk", [256, 7])
 @pytest.mark.parametrize(("kind", "vocab_size"), [("independent", None), ("early_exit", 20)])
 def test_loss_and_measures(

@@ -179,6 +179,7 @@ def plain(model: Eagle3Model) -> Eagle3Model:
     return model
 
 
+@pytest.mark.daily("2")
 @pytest.mark.parametrize("step", [1, 2])
 def test_it_computes_what_the_last_layer_does(step: int) -> None:
     target = target_of()
