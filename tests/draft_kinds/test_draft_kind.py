@@ -22,11 +22,9 @@ from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.draft_kinds.known import KINDS
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
-from hf_specdecpp.throughput.known_costs import Rounds
 
 TEXT = 1 + prompt(9) % (dflash_files.VOCAB - 1)
 PADDED = torch.cat((torch.zeros(1, 4, dtype=torch.long), TEXT[:, :5]), dim=1)
@@ -385,14 +383,6 @@ def test_a_head_on_top(inputs: str, name: str, tmp_path: Path) -> None:
     check_text(assistant, target)
 
 
-@ALL
-def test_its_costs_are_assumed(name: str, tmp_path: Path) -> None:
-    assistant, target = made(name, tmp_path)
-    draft = assistant.ready_drafter()
-    costs = Rounds(target, draft, assistant.head or DraftProbability(), 4).assumed()
-    assert (costs.block, costs.draft > 0) == (draft.block, bool(draft.places))
-
-
 def drafted_by(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[list[int], list[int]]:
     """How many candidates a text had at each place of its rounds, and accepted ones, where all are drafted alike."""
     assistant.decisions = Decisions(draft_successors=False)
@@ -425,16 +415,3 @@ def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     again.detach()
     again = SpecDecPPAssistant.from_pretrained(tmp_path / "stored", target, draft=moved)
     assert drafted_by(again, target) == expected
-
-
-@pytest.mark.daily("eagle3", "dflash")
-@ALL
-def test_a_call_attaches(name: str, tmp_path: Path) -> None:
-    """One that was detached, and one that was loaded without a target."""
-    assistant, target = made(name, tmp_path / "first")
-    assistant.save_pretrained(tmp_path / "stored")
-    assistant.detach()
-    for each in (assistant, SpecDecPPAssistant.from_pretrained(tmp_path / "stored")):
-        check_text(each, target)
-        assert each.stats.decided["attached"] == "by a call"
-        each.detach()

@@ -85,19 +85,6 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
     assert [file for file in PACKAGE.rglob("*.md") if "draft_kind" in file.read_text(encoding="utf-8")] == []
 
 
-def test_the_check_above_sees_names_imports_and_classes() -> None:
-    assert names_in("if config.draft_kind == 'conditioned': pass") == {"conditioned"}
-    module = "hf_specdecpp.draft_kinds.dflash.modeling_dflash"
-    source = f"from {module} import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
-    assert (imported_in(source), told_apart_in(source)) == ({"Blocks": "dflash"}, {"Blocks"})
-    assert imported_in("from hf_specdecpp.draft_kinds import lookup") == {"lookup": "lookup"}
-    assert imported_in("from hf_specdecpp.draft_kinds.known import EARLY_EXIT") == {"EARLY_EXIT": "early_exit"}
-    assert (
-        imported_in("from hf_specdecpp.draft_kinds.known import kind_of\nfrom hf_specdecpp.draft_kinds import known")
-        == {}
-    )
-
-
 def test_a_config_is_recognised_by_the_kind_itself() -> None:
     for kind in KINDS:
         raw = SpecDecPPConfig(draft_kind=kind.name).to_dict()

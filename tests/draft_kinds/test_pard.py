@@ -74,14 +74,6 @@ def test_the_formula_can_fail() -> None:
 
 
 @torch.inference_mode()
-def test_a_block_of_one_is_the_plain_model() -> None:
-    model = tiny("llama")
-    for count in range(1, len(ROUNDS) + 1):
-        one, plain = (begun(each, ROUNDS[:count]) for each in (ParallelDrafter(model, None, MASK, 1), Drafter(model)))
-        torch.testing.assert_close(rows(one, 1)[0], plain.propose_next([])[0])  # type: ignore[index]
-
-
-@torch.inference_mode()
 def test_a_tree_has_the_rows_by_depth() -> None:
     model, tree = tiny("llama"), DraftTree(2)
     session, expected = begun(ParallelDrafter(model, None, MASK, 2), ROUNDS), formula(model, ROUNDS[-1], 2)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from chains import BASELINES, AdaEDL, ChainReplay, Outcomes, Seen, oracle, recorded_estimator
+from chains import BASELINES, ChainReplay, Seen, oracle, recorded_estimator
 from record import KNOWN, Record, coupling, known_of, record
-from support.enumeration.exact_distribution import Probs, Replay, Tokens, exact_distribution
+from support.enumeration.exact_distribution import Probs, Tokens, exact_distribution
 from support.enumeration.plans import tell
 from support.enumeration.stopping_rules import decides, distribution_of, make_step
 from support.enumeration.toy_rounds import RULES, Models, ToyRound, draft_chain
@@ -160,28 +160,6 @@ def test_other_laws_are_found_out(mutant: Coupling) -> None:
     assert largest_difference(live, replayed_distribution(models, generation, mutant)) > 1e-3
 
 
-def test_coupling_is_the_verifiers_rule() -> None:
-    """Against the joint distribution of candidate, coin and emitted token, summed up directly."""
-    p, q = torch.rand(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
-    exact = exact_distribution(lambda randomness: one_place(randomness, p, q))
-    for x in range(5):
-        emitted = sum(weight for (_, _, token), weight in exact.items() if token == x)
-        accept, label, rejected = coupling(p[None], q[None], torch.tensor([x]))
-        assert emitted == pytest.approx(float(p[x]))
-        assert exact[x, 1, x] / emitted == pytest.approx(float(accept))
-        assert exact[x, 1, x] / float(q[x]) == pytest.approx(float(label))
-        for y in range(5):
-            share = exact.get((y, 0, x), 0.0) / emitted
-            assert share == pytest.approx(float((1.0 - accept) * rejected[0, y]), abs=1e-12)
-
-
-def one_place(randomness: Replay, p: Tensor, q: Tensor) -> Tokens:
-    candidate = int(randomness.categorical(q))
-    if randomness.bernoulli(min(1.0, float(p[candidate] / q[candidate]))):
-        return candidate, 1, candidate
-    return candidate, 0, int(randomness.categorical((p - q).clamp_min(0.0)))
-
-
 NEW_TOKENS, PROMPT_LENGTH = 48, 12
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 LABEL, Q_OF_TOKEN = KNOWN.index("label"), KNOWN.index("q_of_token")
@@ -306,11 +284,6 @@ def test_oracle_drafts_exactly_what_stands_where_passes_cost_the_same() -> None:
     assert outcomes.drafted == outcomes.accepted == outcomes.generated - rounds
 
 
-def test_pauses_cost_the_draft_its_reading() -> None:
-    outcomes = Outcomes([[(0, 0, 5), (0, 0, 6), (2, 1, 7), (2, 2, 1), (1, 0, 2)]], [8])
-    assert float(outcomes.seconds(Costs(1.0, (10.0,), read=0.5))[0]) == 5 * 10.0 + 5 * 1.0 + 3.5
-
-
 # The rules of others, each against its formula ------------------------------------------------------------------------
 
 
@@ -335,22 +308,3 @@ def test_a_rule_stops_by_its_formula(name: str) -> None:
     for bound in bounds:
         answers = [decides(BASELINES[name](bound, 20), step) for step in STEPS]
         assert (answers, {True, False}) == ([stops(step, bound) for step in STEPS], set(answers))
-
-
-def test_a_certain_q_has_no_entropy() -> None:
-    certain = DraftStep(0, torch.tensor([0.0, -math.inf]), torch.zeros(2), lambda each: each, token=torch.tensor(0))
-    for rule in BASELINES.values():
-        assert not decides(rule(0.4, 20), certain)
-
-
-def test_adaedl_follows_the_acceptance_rate() -> None:
-    rule, bound, rate = AdaEDL(0.4, 20), 0.4, 0.9
-    moves = set()
-    for drafted, accepted in [(4, 4), (4, 4), (5, 0), (3, 1), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]:
-        tell(rule, drafted, accepted)
-        rate = 0.5 * rate + 0.5 * accepted / drafted
-        wanted = bound + 0.01 if rate < 0.9 else bound - 0.01
-        before, bound = bound, 0.9 * bound + 0.1 * wanted
-        moves.add(bound > before)
-        assert rule.bound == pytest.approx(bound)
-    assert moves == {True, False}

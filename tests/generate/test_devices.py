@@ -126,22 +126,6 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
         target.generate(on_device(prompt()), do_sample=True, assistant_model=assistant, **OPTIONS)
 
 
-@pytest.mark.daily(
-    "greedy-{'rule': 'fixed', 'num_tokens': 4}", "sampled-{'rule': 'threshold', 'threshold': 0.6, 'max_tokens': 6}",
-)  # fmt: skip
-@pytest.mark.parametrize("speculation", [*RULES[:2], TREES[0], TREES[3]], ids=str)
-@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
-def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
-    target, draft = tiny("llama").float(), partly_agreeing(ORIGINAL, 0.9).float()
-    with pretend_devices("mps"), torch.no_grad():
-        on_device(target)
-        assistant = configured(SpecDecPPAssistant.from_draft(on_device(draft), target), **speculation)
-        torch.manual_seed(0)
-        text = target.generate(on_device(prompt()), assistant_model=assistant, **OPTIONS, **sampling)
-        assert text.shape[1] == 12 + OPTIONS["max_new_tokens"]
-        assert 0 < assistant.stats.accepted < assistant.stats.drafted
-
-
 @pytest.mark.daily("{'rule': 'threshold', 'threshold': 0.6, 'max_tokens': 6}", takes=3)
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_what_goes_with_a_text(speculation: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from support.targets.models import tiny
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.files import read_json
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
@@ -189,12 +188,3 @@ def test_no_kernel_of_an_independent_draft(tmp_path: Path, where: str) -> None:
         change_json(Path(folder) / "config.json", inner={where: value})
         with pytest.raises(ValueError, match=f"{where}=.*kernels-community/x.*code that transformers would fetch"):
             SpecDecPPAssistant.from_draft(folder)
-
-
-def test_json_of_any_depth(tmp_path: Path) -> None:
-    for depth in (60, 500, 100_000):
-        (path := tmp_path / "deep.json").write_text("[" * depth + "]" * depth)
-        with pytest.raises(ValueError, match="not valid JSON .*nested"):
-            read_json(path)
-    path.write_text("[" * 40 + "]" * 40)
-    read_json(path)

@@ -382,14 +382,6 @@ def test_target_of_another_commit(hub: HubServer, tmp_path: Path, recwarn: pytes
     assert not [w for w in recwarn if "commit" in str(w.message)], "the advice of the warning silences it"
 
 
-def test_older_transformers_note_the_commit(folder: Path) -> None:
-    repos.change_json(folder / "config.json", target_revision="a" * 40)
-    target = tiny("llama")
-    target.config._name_or_path, target.config._commit_hash = "org/target", "b" * 40
-    with pytest.warns(UserWarning, match=f"at commit {'a' * 40}, but commit {'b' * 40} was loaded"):
-        load(folder, target=target)
-
-
 @pytest.mark.parametrize("save", [partial(save_text, "text"), partial(save_tensors, {"a": torch.ones(2)})])
 def test_two_write_one_file(save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = Path.replace

@@ -8,15 +8,12 @@ import pytest
 
 from hf_specdecpp.lookup.token_index import (
     EQUAL,
-    LONGEST,
-    MOST_MATCHES,
     MOST_SINGLE,
     NOTHING,
     Answers,
     Continuation,
     TextLookup,
     TokenIndex,
-    classes_of,
 )
 
 
@@ -72,35 +69,6 @@ def test_what_is_found_is_what_a_search_finds(seed: int) -> None:
         found = lookup.ahead(9, after)
         assert found.tokens == by_hand(text, 9, list(earlier.seen.tokens), after, never)
         assert len(found.classes) == len(found.tokens)
-
-
-def test_the_example_of_the_docstring() -> None:
-    lookup = TextLookup()
-    lookup.read_prompt([5, 6, 7, 8, 9, 5, 6, 7, 8, 5, 6])
-    found = lookup.ahead(3)
-    assert found.tokens == [7, 8, 5]
-    assert found.classes == [*classes_of(range(2, 4), 2, 2), *classes_of(range(4, 5), 1, 2)]
-
-
-def test_ids_that_are_never_said_end_what_is_found() -> None:
-    for never, size, found in (({40}, None, [3]), (set(), 40, [3]), (set(), None, [3, 40, 5, 1, 2])):
-        lookup = TextLookup(never, size)
-        lookup.read_prompt([1, 2, 3, 40, 5, 1, 2])
-        assert lookup.ahead(5).tokens == found
-
-
-def test_only_the_latest_places_are_looked_at() -> None:
-    seen = TokenIndex([1, 2, *range(100, 200), *[1, 2, 3] * (MOST_MATCHES + 10)])
-    assert len(seen.matches(1, 2, {})) == MOST_MATCHES
-    assert min(seen.matches(1, 2, {})) > 100
-
-
-def test_a_match_is_counted_up_to_the_longest_class() -> None:
-    shares = ((1, 3), (2, 3), (1, 1), (2, 2))
-    *others, longest = zip(*(classes_of(range(1, 71), *share) for share in shares), strict=True)
-    assert others[LONGEST - 1] == longest
-    assert classes_of(range(70, 73), 2, 2) == [longest[-1]] * 3
-    assert len({each for classes in (longest, *others) for each in classes}) == 36
 
 
 def test_the_oldest_answers_go() -> None:

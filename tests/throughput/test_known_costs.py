@@ -205,21 +205,6 @@ def test_assumed_costs_become_seconds() -> None:
     assert alone.draft == pytest.approx(0.002), "nothing was drafted: its share of a pass"
 
 
-def test_a_round_is_its_drafting_and_the_rest() -> None:
-    clock = Clock()
-    times = RoundTimes(clock)
-    for drafted, width in ((DraftWork(3, read=2), 4), (DraftWork(), 1), (None, 4)):
-        times.begin_round()
-        clock.now += 0.005
-        times.drafted(drafted)
-        clock.now += 0.030
-        times.end(200, width)
-    assert times.passes == {8: {4: pytest.approx([0.030, 0.030]), 1: pytest.approx([0.030])}}
-    ((drafting, seconds),) = times.drafts[8]
-    assert drafting == DraftWork(3, read=2)
-    assert seconds == pytest.approx(0.005)
-
-
 # What follows for the costs. ------------------------------------------------------------------------------------------
 
 
@@ -235,12 +220,6 @@ def test_one_text_changes_no_cost_by_more_than_twice() -> None:
         assert 1.9 * old < new <= 2.0 * old
 
 
-def test_wider_passes_than_were_measured_are_learned() -> None:
-    costs = corrected(MEASURED, {4: [0.015] * 1000}, [])
-    assert len(costs.verify) == 4
-    assert costs.verify[3] == pytest.approx(0.035, rel=0.01), "half of the 0.07 that the straight line says"
-
-
 @pytest.mark.parametrize("start", [0.001, 0.0])
 def test_a_step_and_starting_are_told_apart(start: float) -> None:
     """The example of the docstring; also from costs that know of no starting."""
@@ -248,20 +227,6 @@ def test_a_step_and_starting_are_told_apart(start: float) -> None:
     costs = corrected(corrected(costs, {}, drafts), {}, drafts)
     assert costs.draft == pytest.approx(0.002, rel=0.05)
     assert costs.start == pytest.approx(0.002, rel=0.1)
-
-
-def test_drafts_of_one_length_change_their_price_as_a_whole() -> None:
-    costs = corrected(replace(MEASURED, start=0.001, read=0.0001, branch=0.0002), {}, [(DraftWork(2), 0.010)] * 1000)
-    found = costs.draft, costs.start, costs.read, costs.branch
-    assert found == pytest.approx((0.004, 0.002, 0.0002, 0.0004), rel=0.01)
-
-
-def test_what_a_draft_reads_beside_its_steps_is_not_a_step_s_price() -> None:
-    costs = replace(MEASURED, read=0.001, branch=0.002)
-    drafts = [(each, each.seconds(costs)) for each in (DraftWork(1, 5, 0), DraftWork(2, 0, 9), DraftWork(4, 1, 3))]
-    followed = corrected(costs, {}, drafts * 100)
-    assert followed.draft == pytest.approx(costs.draft)
-    assert followed.start == pytest.approx(0.0, abs=1e-9)
 
 
 # Kept by length, in memory and on disk. -------------------------------------------------------------------------------
@@ -278,10 +243,3 @@ def test_each_length_has_its_costs() -> None:
     assert known.at(9000) == known.at(4000), "the nearest that is known"
     assert known.at(150) == known.at(50)
     assert known.first == MEASURED
-
-
-def test_a_form_is_made_of_what_was_learned() -> None:
-    known = known_costs.KnownCosts(MEASURED, lambda costs: costs.scaled(1 / 2))
-    assert known.at(0) == MEASURED.scaled(1 / 2)
-    known.update(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
-    assert known.at(0).verify == pytest.approx((0.010, 0.015), rel=0.01)

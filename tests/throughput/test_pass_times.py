@@ -10,7 +10,7 @@ from support.targets.watchers import unnoticed
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput import pass_times
-from hf_specdecpp.throughput.pass_times import EVERY, KEPT, WARM, PassTimes, pass_times_of
+from hf_specdecpp.throughput.pass_times import EVERY, WARM, PassTimes, pass_times_of
 
 
 class Products:
@@ -46,15 +46,6 @@ def test_the_example_of_the_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.seconds(1, 5, PRODUCTS)[1] == pytest.approx(0.120)
 
 
-def test_passes_that_were_made_count_more_than_what_is_known_of_products() -> None:
-    times = times_of(*[(4, 0.120, 0.120)] * 5, (1, 0.1, 0.1), (1, 0.1, 0.1))
-    same = times.seconds(1, 7, PRODUCTS)[1]
-    assert same is not None
-    assert 0.1 < same < 0.11, "two are too few"
-    times.record_pass(1, 0.1, 0.1)
-    assert times.seconds(1, 8, PRODUCTS) == pytest.approx((0.125, 0.1))
-
-
 @pytest.mark.parametrize(("rows", "before", "after"), [(1, 0.135, 0.110), (4, 0.165, 0.120)])
 def test_passes_before_copies_were_made_had_plain_products(
     rows: int, before: float, after: float, monkeypatch: pytest.MonkeyPatch
@@ -86,14 +77,6 @@ def test_a_busy_machine_shows_in_both(busy: float) -> None:
     assert (plain, same) == pytest.approx((busy * 0.135, busy * 0.110))
 
 
-def test_a_pass_over_one_token_takes_a_quarter_at_least() -> None:
-    """Whatever was measured of products: theirs are made up for a machine that is ten times as slow."""
-    assert times_of((4, 0.012, 0.012)).seconds(1, 1, PRODUCTS)[1] == pytest.approx(0.003, rel=0.5)
-    products: Any = Products()
-    products.copied = {1: 0.1, 4: 9.0}
-    assert times_of((4, 1.0, 1.0), products=products).seconds(1, 1, products)[1] == pytest.approx(0.25)
-
-
 def test_where_products_say_nothing_passes_are_made_beside_the_rounds() -> None:
     times = PassTimes()
     assert times.seconds(1, 9, NONE) == times.seconds(1, 9, PRODUCTS) == (None, None)
@@ -109,21 +92,6 @@ def test_where_products_say_nothing_passes_are_made_beside_the_rounds() -> None:
     times.record_pass(4, 0.2, 0.6)
     assert times.seconds(1, 9, NONE) == pytest.approx((0.3, 0.3)), "by the clock, of a busy machine"
     assert not any(times.is_missing(1, PRODUCTS) for _ in range(2 * EVERY))
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_clocks_that_stand_or_go_back(seconds: float) -> None:
-    plain, same = times_of(*[(4, seconds, seconds)] * 5).seconds(1, 5, PRODUCTS)
-    assert plain is not None
-    assert same is not None
-    assert 0.0 < same <= plain < float("inf")
-
-
-def test_the_latest_passes_are_kept() -> None:
-    times = times_of(*[(4, 0.1, 0.1)] * (KEPT + 10))
-    assert len(times._latest) == KEPT
-    times.record_pass(1, 0.0, 0.1)
-    assert times._latest[-1].rows == 1
 
 
 # In texts. ------------------------------------------------------------------------------------------------------------

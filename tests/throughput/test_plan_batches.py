@@ -10,7 +10,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.chain import should_continue
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.plan import BatchPlan, BatchThroughput, ChainPlan, Throughput
+from hf_specdecpp.throughput.plan import BatchPlan, BatchThroughput
 
 ROWS, LENGTH, MOST = 8, 64, 6
 # Milliseconds of passes over 1 to 7 tokens of each row: of one row, and of eight.
@@ -20,30 +20,6 @@ ALL = np.array([44.0, 65.0, 80.0, 90.0, 101.0, 112.0, 123.0])
 
 def batch_plan(costs: Costs, most: int) -> BatchPlan:
     return BatchPlan(KnownCosts(costs, follows=False), most, 0)
-
-
-class Row(BatchThroughput):
-    def __init__(self, survival: float, critical: float) -> None:
-        self._survival, self._critical, self.trial = survival, critical, None
-
-    @property
-    def critical(self) -> float:
-        return self._critical
-
-
-def test_rows_go_on_together_where_that_pays_for_all() -> None:
-    assert should_continue([Row(0.9, 0.3), Row(0.5, 0.3)], rows=4), "the example of the docstring"
-    assert not should_continue([Row(0.9, 0.3), Row(0.2, 0.3)], rows=4)
-    assert should_continue([Row(0.4, 0.3)], rows=1)
-    assert not should_continue([Row(0.3, 0.3)], rows=1), "a row alone stops as it does without a batch"
-
-
-def test_rows_of_a_batch_never_stop_by_themselves() -> None:
-    plan = batch_plan(Costs(0.5, (1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9)), 6)
-    alone, row = Throughput(DraftProbability(), plan), BatchThroughput(DraftProbability(), plan)
-    assert alone.stops(0.01)
-    assert not row.stops(0.01)
-    assert row._survival <= row.critical
 
 
 class Batches:
@@ -105,18 +81,3 @@ def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
         plan.begin_batch(unread)
         assert [row.should_draft(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
         assert [row.unread for row in rows] == [unread, unread]
-
-
-def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
-    """Only drafting nothing is, also once that was confirmed."""
-    known = KnownCosts(Costs(0.1, (1.0, 1.9, 2.8, 3.7)))
-    for kind, tried in ((BatchPlan, {0}), (ChainPlan, {0, 1, 2, 3})):
-        plan, lengths = kind(known, 3, 0), set()
-        for _ in range(20):
-            plan.begin_text()
-            plan.set_length(10)
-            lengths |= set(plan.trials)
-            plan._confirmed |= {(plan._kind, 1): plan._texts}
-        assert 0 in lengths
-        assert lengths <= tried
-        assert kind is BatchPlan or len(lengths) > 1

@@ -13,9 +13,7 @@ from hf_specdecpp.throughput.round_shapes import (
     TREES,
     FastestShapes,
     RoundSeconds,
-    RuleShapes,
     chains_up_to,
-    lookups_up_to,
 )
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -85,20 +83,6 @@ def throughput(step: float = 0.55) -> FastestShapes:
     return most
 
 
-def test_seconds_of_shapes_that_have_not_run() -> None:
-    """Those of the docstring; a tree has to be tried, and the shortest known chain is the least."""
-    seconds = RoundSeconds()
-    for levels, taken in ((3, 5.0), (0, 4.0), (7, 7.0)):
-        seconds.record_round(RoundShape(levels), taken)
-    assert [seconds.of(RoundShape(levels)) for levels in (0, 3, 5, 7, 14)] == pytest.approx([4.0, 5.0, 6.0, 7.0, 10.0])
-    assert seconds.of(TREES[0]) == np.inf
-    seconds.record_round(TREES[0], 6.0)
-    assert seconds.of(TREES[0]) == 6.0
-    alone = RoundSeconds()
-    alone.record_round(RoundShape(3), 5.0)
-    assert [alone.of(RoundShape(levels)) for levels in (1, 3, 9)] == [5.0, 5.0, 5.0]
-
-
 @pytest.mark.daily("0.1-(0.8, 0.12)", "0.1-(0.5, 0.02)", "0.55-(0.8, 0.02)", "0.55-(0.02, 0.01)", "3.0-(0.5, 0.3)")
 @pytest.mark.parametrize("chances", [(0.8, 0.12), (0.8, 0.02), (0.5, 0.3), (0.5, 0.02), (0.02, 0.01)], ids=str)
 @pytest.mark.parametrize("step", [0.1, 0.55, 3.0])
@@ -133,21 +117,6 @@ def lookups(*estimates: float, count: int = 0) -> Any:
     return SimpleNamespace(estimates=list(estimates), count_alone=lambda: count)
 
 
-def test_shapes_of_lookups() -> None:
-    assert lookups_up_to(12) == GIVEN
-    assert [shape.nodes for shape in lookups_up_to(2)] == [2]
-    assert [shape.nodes for shape in lookups_up_to(63)] == [3, 7, 15, 31]
-
-
-def test_seconds_of_lookups_are_no_seconds_of_drafts() -> None:
-    """Shapes that were not timed get seconds from timed shapes of their kind and from rounds without candidates."""
-    seconds = RoundSeconds()
-    seconds.time([*chains_up_to(7), *GIVEN], lambda shape: 4.0 + shape.levels + 0.1 * shape.given)
-    assert [seconds.of(shape) for shape in GIVEN] == pytest.approx([4.3, 4.7, 5.2])
-    assert seconds.of(RoundShape(5)) == 9.0
-    assert seconds.of(RoundShape(0, given=1)) == pytest.approx(4.1)
-
-
 def test_lookups_are_taken_where_more_tokens_a_second_are_expected() -> None:
     """A pass of 4 ms, 1 ms a drafted candidate, 0.1 ms a looked-up one: 0.25 tokens a millisecond without any."""
     most = FastestShapes([RoundShape(0), RoundShape(3)], RoundSeconds(), GIVEN)
@@ -165,11 +134,3 @@ def test_lookups_are_taken_where_more_tokens_a_second_are_expected() -> None:
     # The mean of the rows counts, and rows without lookups get one token.
     assert not most.choose_shape([lookups(*[0.9] * 3), *[lookups()] * 9]).given
     assert most.choose_shape([lookups(*[0.99] * 9), *[lookups()] * 2]).given
-
-
-def test_a_rule_looks_up_what_half_of_the_rows_would() -> None:
-    rule = RuleShapes([RoundShape(4)], GIVEN)
-    counts = {(): 0, (0,): 0, (2,): 3, (4,): 7, (20,): 12, (0, 2): 3, (0, 0, 2): 0, (0, 2, 5): 3}
-    for each, given in counts.items():
-        shape = rule.choose_shape([lookups(count=count) for count in each])
-        assert shape == (RoundShape(0, given=given) if given else RoundShape(4))

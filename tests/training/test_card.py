@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import inspection
-from hf_specdecpp.hub.publishing import make_card, no_id, opening, unhelped
+from hf_specdecpp.hub.publishing import make_card, opening, unhelped
 from hf_specdecpp.hub.repository import load_config, load_head
 from hf_specdecpp.training import calibration, evaluation, recorded_chains, rollouts
 from hf_specdecpp.training import card as card_stage
@@ -299,14 +299,6 @@ def test_a_folder_is_no_id(run: TrainingConfig, tmp_path: Path) -> None:
     report = inspection.inspect(Repository(str(card_stage.run(known))))
     assert not [each for each in report.traps if "target_id" in each]
     assert "first set target_id" not in card_stage.summary(known)
-
-
-@pytest.mark.parametrize(("name", "is_none"), [
-    ("org/target", False), ("target", True), ("/home/me/target", True), ("./target", True), ("~/target", True),
-    ("gpt2", True), (None, False), ("", False), ("org/repo/folder", False),
-])  # fmt: skip
-def test_names_that_are_no_ids(name: str | None, is_none: bool) -> None:
-    assert no_id(name) is is_none
 
 
 @pytest.mark.parametrize(("tokens", "is_little"), [(469, True), (49_999, True), (50_000, False)])

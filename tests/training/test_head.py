@@ -65,17 +65,6 @@ def test_features_are_what_the_head_sees_in_generation(tmp_path: Path, early_exi
         assert_close(ours[row, 0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_siblings_have_labels_and_weights(tmp_path: Path) -> None:
-    _, _, item = one_text(training_run(tmp_path, num_texts=2), inputs="before", siblings=3)
-    rows = item["hidden"].shape[0]
-    assert {name: tuple(value.shape) for name, value in item.items() if name != "hidden"} == {
-        "tokens": (rows, 3), "scalars": (rows, 3, 6), "label": (rows, 3), "mask": (rows, 3),
-    }  # fmt: skip
-    assert_close(item["mask"][:, 0], torch.ones(rows))
-    assert_close(item["mask"][:, 1], 1 - item["label"][:, 0])
-    assert item["scalars"][:, :, 4].unique().tolist() == [0.0, 1.0, 2.0]
-
-
 def test_each_text_is_labelled_at_its_own_temperature(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=4, mix=0.8, temperatures=(1.0, 0.5, 0.0))
     config.rollouts.top_k = 5

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.enumeration.toy_rounds import make_estimator
 from support.enumeration.toy_trees import KINDS, VOCAB, RandomDraft
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scal
 from hf_specdecpp.sampling.randomness import (
     BLOCK,
     Inverted,
-    Likeliest,
     Ranked,
     Siblings,
     TorchRandomness,
@@ -24,8 +22,8 @@ from hf_specdecpp.sampling.randomness import (
 from hf_specdecpp.trees import growth as algorithms
 from hf_specdecpp.trees import shapes as of_trees
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer
-from hf_specdecpp.trees.head_siblings import SiblingDistribution, _entropies
+from hf_specdecpp.trees.growth import Growth, Slots
+from hf_specdecpp.trees.head_siblings import SiblingDistribution
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -110,22 +108,6 @@ def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Tr
             accepted.append(sum(chances(tree_growth.tree)))
         means.append(statistics.mean(accepted))
     assert means[1] > 0.95 * means[0]
-
-
-class Halved(algorithms.SlotValuation):
-    """Acceptance is half of what is estimated."""
-
-    def calibrated(self, estimate: float) -> float:
-        return 0.5 * estimate
-
-
-def test_the_pace_learns_from_calibrated_estimates() -> None:
-    """By which slots are split: thresholds from others would be those of another draft."""
-    pace = algorithms.ThresholdSchedule()
-    grown = Growth(RandomDraft("mixed", 0), Slots(DraftProbability(), valuation=Halved()), 0, 8)
-    algorithms.grow_by_level(grown, 16, pace)
-    mean = 0.5 * statistics.mean(grown.tree.estimates[1:])
-    assert pace.estimate == pytest.approx(0.7 + 0.5 * (mean - 0.7)), "the initial value counts as one tree"
 
 
 def test_a_fixed_threshold_leaves_the_budget_unused() -> None:
@@ -226,43 +208,6 @@ def test_draws_without_replacement(draws) -> None:
     assert [siblings.draw_next(0) is None for _ in range(3)] == [False, False, True]
 
 
-@pytest.mark.parametrize("vocab", [100, BLOCK, 2 * BLOCK + 7])
-@pytest.mark.parametrize("ordered", [Likeliest, lambda q: Ranked(q, q, ahead=3)])
-def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings], vocab: int) -> None:
-    q = torch.rand(2, vocab).softmax(-1)
-    q[1, ::3] = 0.0
-    siblings, expected = ordered(q.clone()), q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
-    assert [siblings.draw_next(1) for _ in expected] == [(int(token), float(q[1, token])) for token in expected]
-    assert siblings.draw_next(1) is None
-    assert siblings.draw_next(0)[0] == int(q[0].argmax())  # type: ignore[index]
-
-
-def test_a_softmax_buffer_is_used_again() -> None:
-    buffer, scores = SoftmaxBuffer(3), torch.randn(2, 5)
-    for _ in range(2):
-        buffer.used = 0
-        first, second = buffer.softmax(scores), buffer.softmax(-scores)  # the second finds no room
-        torch.testing.assert_close(first, scores.softmax(-1))
-        torch.testing.assert_close(second, (-scores).softmax(-1))
-    buffer.used = 0
-    assert buffer.softmax(-scores).data_ptr() == first.data_ptr()
-    buffer.used = 0
-    nothing = torch.full((2, 5), float("-inf"))
-    nothing[0, 3] = 0.0
-    assert buffer.softmax(nothing).tolist() == [[0, 0, 0, 1, 0], [0] * 5], "no token is left in the second row"
-    buffer.used = 0
-    assert buffer.softmax(scores[:1]).data_ptr() != buffer.softmax(scores[:1]).data_ptr()
-
-
-def test_entropies_with_forbidden_tokens() -> None:
-    scores = 3.0 * torch.randn(4, 50)
-    scores[1:, ::2] = float("-inf")
-    scores[3, 1:] = float("-inf")
-    scores[3, 0] = 2.0
-    q = scores.softmax(-1)
-    torch.testing.assert_close(_entropies(q, scores), torch.special.entr(q).sum(-1), rtol=1e-5, atol=1e-5)
-
-
 def test_a_head_is_told_what_it_was_trained_on() -> None:
     """`scalar_features` of the renormalised q, from running sums."""
     q = RandomDraft("mixed", seed=1, vocab=30).at(()).double().softmax(-1)
@@ -276,16 +221,6 @@ def test_a_head_is_told_what_it_was_trained_on() -> None:
         mass = q[tokens[:index]].sum()
         expected = scalar_features(rest / rest.sum(), torch.tensor(token), True, mass, torch.tensor(index))
         torch.testing.assert_close(torch.tensor(ours[index]), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
-def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> None:
-    head = make_estimator("before", seed=0)
-    tree_growth, calls = growth(RandomDraft("mixed", seed=0), randomness=randomness, estimator=head), []
-    head.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]
-    algorithms.grow_by_level(tree_growth, 64, algorithms.ThresholdSchedule())
-    assert len(tree_growth.tree) == 64
-    assert len(calls) < 64 / 2
 
 
 def test_drawings(tmp_path: Path) -> None:

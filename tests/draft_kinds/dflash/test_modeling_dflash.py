@@ -3,7 +3,6 @@
 And beside transformers' own class and generator, with the same weights, where they are."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.drafting.draft import DraftingSession
-from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.training.recorded_chains import Drawing, draft_chains
 from hf_specdecpp.trees.tree import DraftTree
 
 TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
@@ -119,26 +116,6 @@ def test_every_round(name: str, dialect: str, tmp_path: Path) -> None:
     for count in range(1, len(ROUNDS) + 1):
         session = begun(draft, states, ROUNDS[:count])
         close(rows(session, draft.places), formulas(checkpoint, dialect, target, ROUNDS[count - 1]))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@torch.no_grad()
-def test_jetspec(causal: bool, tmp_path: Path) -> None:
-    """`dflash_config.causal_head`: rows of a block see no later rows. So if it is true, the first candidates do not
-    depend on the length of the block, and if it is false, they do."""
-    target, found = target_for(), []
-    for size in (5, 3):
-        checkpoint = Checkpoint(block_size=size)
-        nested = {**checkpoint.config()["dflash_config"], "causal_head": causal}
-        folder = checkpoint.save(tmp_path / str(size), dflash_config=nested)
-        draft = SpecDecPPAssistant.from_pretrained(folder, target=target).ready_drafter()
-        found.append(rows(begun(draft, states_of(target, draft, TEXT), ROUNDS), size - 1))
-        expected = [
-            formulas(replace(checkpoint, is_causal=each), "original", target, ROUNDS[-1]) for each in (True, False)
-        ]
-        close(found[-1], expected[not causal])
-        assert float((found[-1] - expected[causal]).abs().max()) > 1e-2
-    assert (float((found[0][:2] - found[1]).abs().max()) < 1e-5) == causal
 
 
 def test_the_formulas_differ() -> None:
@@ -304,18 +281,6 @@ def test_wrong_masks_are_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -
     assert error(draft, target) > 1e-3
 
 
-@torch.no_grad()
-def test_a_text_in_blocks() -> None:
-    """Of 17 tokens and 4 places the first block begins after token 1, the second after token 5."""
-    draft, target = drafting(VARIANTS["windows"])
-    states = states_of(target, draft, TEXTS)
-    hidden = in_blocks(draft, TEXTS, states)
-    assert hidden.shape == (2, 17, 32)
-    for place in (1, 4, 5, 16):
-        anchor = 1 + (place - 1) // 4 * 4
-        torch.testing.assert_close(hidden[1, place], alone(draft, states, 1, anchor)[place - anchor])
-
-
 PAIRS: dict[str, tuple[Callable[[], CausalLM], str]] = {
     **{name: (target_for, name) for name in ("windows alone", "the last layer read", "samples the anchor", "scaled")},
     # Windows, scaled embeddings and logits of the target's own, and learned positions.
@@ -333,17 +298,3 @@ def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) 
     target = make()
     assistant = assisted(target, VARIANTS[variant], rule="fixed", num_tokens=9, draft_successors=False)
     check_rounds(target, assistant, TEXT, monkeypatch)
-
-
-@torch.no_grad()
-def test_chains_on_a_text_are_those_of_rounds() -> None:
-    """What a head learns from, and what it is calibrated and measured on."""
-    draft, target = drafting(VARIANTS["plain"])
-    states = states_of(target, draft, TEXTS)
-    starts, drawing = torch.tensor([5, 9, 17]), Drawing(lambda x: x.softmax(-1), VOCAB)
-    drafted = draft_chains(draft, TEXTS[0].tolist(), states[:1], starts, 20, drawing)
-    assert drafted.tokens.shape == (3, draft.places)
-    for row, start in enumerate(starts.tolist()):
-        hidden = alone(draft, states, 0, start - 1)
-        torch.testing.assert_close(drafted.hidden[row, : draft.places], hidden)
-        assert torch.equal(drafted.tokens[row], draft.logits(hidden, VOCAB).argmax(-1))

@@ -100,9 +100,6 @@ def counted(assistant: SpecDecPPAssistant, places: int) -> list[list[int]]:
     return [(each + [0] * places)[:places] for each in (stats.drafted_at, stats.accepted_at)]
 
 
-TOGETHER = ("deepspec", "deepspec, rnn", "liquid", "specforge, fills in", "speculators, fills in")
-
-
 @pytest.mark.daily("deepspec, rnn", "liquid", "speculators, fills in", takes=3)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "speculators, silent"])
 def test_greedy_rounds(name: str, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import products
-from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, has_float16, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
@@ -145,21 +144,6 @@ def test_a_strided_weight_stays_as_it_is(strided: Callable[[Tensor], Tensor], ca
     assert not calls
 
 
-@needs_float16
-@torch.no_grad()
-def test_inputs_of_any_strides(calls: Calls) -> None:
-    layer, x = nn.Linear(8, 8).bfloat16().float(), torch.randn(8, 6, 2)
-    with faster(layer):
-        for each in (x[:, :, 0].T, x.transpose(0, 2), x[:, 0, :].T, x[:, 0, 0]):
-            torch.testing.assert_close(layer(each), functional.linear(each, layer.weight, layer.bias))
-    assert [rows for _, rows in calls] == [6, 12, 2, 1]
-
-
-def test_small_layers_are_left_alone(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert not faster(target).layers
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @torch.no_grad()
 def test_without_the_float16_product_other_dtypes_are_as_plain(
@@ -177,30 +161,6 @@ def test_without_the_float16_product_other_dtypes_are_as_plain(
         assert (made.described, len(made.layers)) == ("oneDNN", 22)
     else:
         assert (made.described, made.layers, made.seconds(1)) == ("own", {}, None)
-
-
-@needs_float16
-def test_seconds_follow_what_was_measured_and_which_copies_there_are() -> None:
-    """For the target's layers alone."""
-    target, other = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16)).bfloat16() for _ in range(2))
-    go = threading.Event()
-
-    def make(weight: Tensor) -> Any:
-        go.wait()
-        return measured_copy(weight)
-
-    kept = WeightCopies(make)
-    made = FasterProducts(target, other, copies=kept, target=target)
-    described, seconds = made.described, made.seconds(4)
-    go.set()
-    assert described == "own"
-    assert seconds == pytest.approx(192 * 2e-9)
-    background.wait()
-    assert made.described == "float16"
-    assert made.seconds(4) == pytest.approx(192e-9)
-    assert made.seconds(4, own=True) == made.seconds(25) == pytest.approx(192 * 2e-9)
-    assert FasterProducts(target, other, copies=kept).seconds(4) is None
-    assert FasterProducts(target, target=target).seconds(4) is None
 
 
 # Only where they may be used. -----------------------------------------------------------------------------------------

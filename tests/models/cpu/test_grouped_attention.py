@@ -119,11 +119,6 @@ def test_whatever_is_unusual_is_left_to_transformers(changes: dict[str, Any], mo
     assert asked
 
 
-def test_with_gradients_nothing_changes(copies: Copies) -> None:
-    call()
-    assert copies
-
-
 def test_an_attention_that_somebody_else_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def theirs(*args: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(*args, **kwargs)

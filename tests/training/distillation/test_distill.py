@@ -20,7 +20,6 @@ from hf_specdecpp.training.distillation.initialise import DistillationInputs, in
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 from hf_specdecpp.training.models import load_assistant
 
-KINDS = ["independent", "early_exit"]
 TRAIN_STEPS = 48  # of `prepare`: 64 answers, 4 a step, 3 epochs
 FEW: dict[str, Any] = {"answers": 20, "epochs": 2}  # ten steps
 FEW_STEPS = 10
