@@ -23,9 +23,7 @@ from support.files.repos import save_model
 from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.serving import AS_DSPARK, AS_EAGLE3, AS_MODEL, Destination, commands_for
 from hf_specdecpp.texts import answers

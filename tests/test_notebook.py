@@ -13,8 +13,7 @@ import pytest
 from support.files.repos import save_model, tokenizer
 from support.targets.models import partly_agreeing, tiny
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 FILE = Path(__file__).parents[1] / "examples" / "first_steps.ipynb"
 CELLS = json.loads(FILE.read_text(encoding="utf-8"))["cells"]

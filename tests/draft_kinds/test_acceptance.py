@@ -18,8 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.draft_kinds import acceptance
 from hf_specdecpp.draft_kinds.acceptance import EVERY, FIRST, PLACES, TEXTS, agreement, describe, is_wrong, texts_for

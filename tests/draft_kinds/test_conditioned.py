@@ -13,11 +13,9 @@ from support.targets.models import assistant_of, prompt, quiet_later_layers, ran
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.drafting.draft_model import DraftSession
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates

@@ -17,11 +17,9 @@ from support.targets.watchers import Collector, tokenizer
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, assist
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.draft_kinds.known import KINDS
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM

@@ -16,8 +16,7 @@ from support.targets.rounds_anew import Ear, check_rounds
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.draft_kinds.gemma4 import sources
 from hf_specdecpp.draft_kinds.known import GEMMA4
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM

@@ -9,9 +9,7 @@ from support.files.stand_ins import BLOCK, BlockDraft
 from support.targets.models import prompt, tiny
 
 import hf_specdecpp
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.draft_kinds import known
 from hf_specdecpp.draft_kinds.draft_kind import DraftKind
 from hf_specdecpp.draft_kinds.known import BY_NAME, KINDS, kind_of, kind_to_train, read_config, recognise

@@ -12,8 +12,7 @@ from support.targets.rounds_anew import check_rounds
 from support.targets.zoo import tiny_of
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.draft_kinds.pard import BLOCK, ParallelDrafter, mask_token_of
 from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.drafting.drafter import Drafter

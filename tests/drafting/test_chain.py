@@ -8,9 +8,8 @@ from support.enumeration.exact_distribution import Replay, Tokens, exact_distrib
 from support.enumeration.toy_rounds import Models, ToyRound, draft_chain, make_estimator
 from torch import Tensor
 
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpeculationConfig
 from hf_specdecpp.drafting.chain import Step, StoppingRule
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 

@@ -22,8 +22,7 @@ from support.files.mtp_files import Files
 from support.targets.models import configured, of_pard, random_layer, tiny
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import Chain, DraftTree

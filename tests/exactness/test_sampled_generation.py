@@ -12,8 +12,7 @@ from support.targets.models import partly_agreeing, tiny
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation import output_text as rounds_verification
 from hf_specdecpp.trees import verification
 

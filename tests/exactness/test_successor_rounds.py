@@ -17,10 +17,8 @@ from support.targets.models import assistant_for, assistant_of, configured, part
 from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import ngram_corrections
 from hf_specdecpp.sampling.ngram_corrections import MixedProcessing, contexts_of

@@ -17,8 +17,7 @@ from support.targets.models import (
 )
 from support.targets.watchers import Collector, Recorder, tokenizer, unnoticed
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.generation.decoding import AssistedDecoding
 
 LEVELS = 4

@@ -17,8 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 

@@ -16,9 +16,8 @@ from support.targets.models import assistant_for, assistant_of, configured, prom
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches import masks
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.cuda_graphs import model_copy
 from hf_specdecpp.cuda_graphs.graphs import Graphs
 from hf_specdecpp.generation.captured.entering import BETWEEN

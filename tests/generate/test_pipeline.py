@@ -26,8 +26,7 @@ from support.targets.watchers import runs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, dynamic_module_utils, pipeline
 from transformers.utils import hub as transformers_hub
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 

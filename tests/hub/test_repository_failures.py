@@ -23,8 +23,7 @@ from support.targets.models import tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.files import Repository, replacing, save_tensors, save_text
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.early_exit import early_exit

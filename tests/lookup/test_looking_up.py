@@ -8,9 +8,7 @@ from support.targets.models import VOCAB_SIZE, assistant_for, partly_agreeing, p
 from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.generation import candidate_generator
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
 from hf_specdecpp.lookup.token_index import NOTHING, LookupRates

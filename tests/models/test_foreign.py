@@ -1,5 +1,5 @@
-"""Replaced forwards of users are found, with their places; those of torch, transformers and accelerate are not reported.
-What else users put on a model is in `tests/generate/test_foreign_code.py`."""
+"""Replaced forwards of users are found, with their places; those of torch, transformers and accelerate are not
+reported. What else users put on a model is in `tests/generate/test_foreign_code.py`."""
 
 import functools
 from collections.abc import Callable

@@ -13,8 +13,7 @@ from support.targets.models import prompt
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.hub.exporting import export

@@ -11,8 +11,7 @@ from support.files.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Chec
 from support.targets.models import prompt
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings, read_settings, usual_reads
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashModel
 from hf_specdecpp.draft_kinds.known import DFLASH, recognise

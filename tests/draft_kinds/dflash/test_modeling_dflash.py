@@ -27,8 +27,7 @@ from support.targets.zoo import tiny_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -10,8 +10,7 @@ from support.targets.models import prompt
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import CausalLM

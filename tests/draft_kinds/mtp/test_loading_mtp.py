@@ -17,8 +17,7 @@ from support.targets.watchers import heard
 from transformers.generation import candidate_generator
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.draft_kinds.mtp.loading_mtp import layers_among

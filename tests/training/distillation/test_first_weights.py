@@ -13,9 +13,7 @@ from support.targets.zoo import families, tiny_of
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.draft_kinds.draft_kind import Parts
 from hf_specdecpp.draft_kinds.eagle3.loading_eagle3 import flat_config
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Model
