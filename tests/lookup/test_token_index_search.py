@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_specdecpp.lookup.token_index import (
-    EQUAL,
-    MOST_SINGLE,
-    NOTHING,
-    Answers,
-    Continuation,
-    TextLookup,
-    TokenIndex,
-)
+from hf_specdecpp.lookup.token_index import EQUAL, MOST_SINGLE, NOTHING, Answers, Continuation, TextLookup, TokenIndex
 
 
 def matching(seen: list[int], text: list[int], place: int) -> int:

@@ -9,12 +9,7 @@ import pytest
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.throughput import round_shapes
-from hf_specdecpp.throughput.round_shapes import (
-    TREES,
-    FastestShapes,
-    RoundSeconds,
-    chains_up_to,
-)
+from hf_specdecpp.throughput.round_shapes import TREES, FastestShapes, RoundSeconds, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree
 
 TREE_STEPS = {TREES[0]: 1.3, TREES[1]: 1.5}  # times those of a chain of this depth

@@ -26,13 +26,7 @@ from hf_specdecpp.training import calibration, evaluation, recorded_chains
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.calibration import calibrate
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import (
-    Outcome,
-    equal_verification,
-    outcome,
-    stop_lengths,
-    survivals,
-)
+from hf_specdecpp.training.evaluation import Outcome, equal_verification, outcome, stop_lengths, survivals
 from hf_specdecpp.training.models import Trained, load_head, save_head
 
 JUDGES = {"head", "draft probability", "draft probability, calibrated"}

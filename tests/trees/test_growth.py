@@ -11,14 +11,7 @@ from support.enumeration.toy_trees import KINDS, VOCAB, RandomDraft
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scalar_features
-from hf_specdecpp.sampling.randomness import (
-    BLOCK,
-    Inverted,
-    Ranked,
-    Siblings,
-    TorchRandomness,
-    TreeRandomness,
-)
+from hf_specdecpp.sampling.randomness import BLOCK, Inverted, Ranked, Siblings, TorchRandomness, TreeRandomness
 from hf_specdecpp.trees import growth as algorithms
 from hf_specdecpp.trees import shapes as of_trees
 from hf_specdecpp.trees.drawing import DrawnTree
