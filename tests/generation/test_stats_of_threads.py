@@ -143,6 +143,7 @@ ELSEWHERE: dict[str, Callable[[Callable[..., Any]], Any]] = {
 }
 
 
+@pytest.mark.daily("*-True")
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("how", ELSEWHERE)
 def test_calls_made_for_this_thread_by_another(fresh: Any, how: str, warm: bool) -> None:

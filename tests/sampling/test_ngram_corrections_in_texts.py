@@ -43,7 +43,7 @@ def texts(target: CausalLM, assistant: SpecDecPPAssistant | None, seeds: Any = r
     return found
 
 
-@pytest.mark.daily("independent", "eagle3")
+@pytest.mark.daily("eagle3")
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target: CausalLM, kind: str) -> None:
     reads = kind in ("conditioned", "eagle3")

@@ -200,7 +200,7 @@ OF_TRANSFORMERS = [
 ]
 
 
-@pytest.mark.daily("*-chain", "*-static tree")
+@pytest.mark.daily("*-chain", "guidance-*tree", "no_repeat_ngram_size-*tree", "watermark by itself-static tree")
 @pytest.mark.parametrize("way", [*WAYS, *CAPTURED])
 @pytest.mark.parametrize("name", [*IN_ORDER, *WITHOUT_STATE])
 def test_questions_of_transformers_own(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

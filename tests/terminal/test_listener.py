@@ -62,6 +62,7 @@ def informed(target: Any, speculation: SpeculationConfig) -> SpecDecPPAssistant:
     return SpecDecPPAssistant.from_draft(informed_draft(plain, 48), target, speculation=speculation)
 
 
+@pytest.mark.daily("greedy-chain", "sampled-tree")
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 def test_candidates_are_those_of_the_rounds(speculation: SpeculationConfig, sample: bool, accepted: list[int]) -> None:

@@ -32,7 +32,7 @@ from hf_specdecpp.training.models import Trained, load_head, save_head
 JUDGES = {"head", "draft probability", "draft probability, calibrated"}
 
 
-@pytest.fixture(scope="module", params=["before", "after"])
+@pytest.fixture(scope="module", params=["before", pytest.param("after", marks=pytest.mark.slow)])
 def fitted(request: pytest.FixtureRequest) -> TrainingConfig:
     return evaluated(request.param)
 

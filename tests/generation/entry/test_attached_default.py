@@ -106,6 +106,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.daily("*-greedy", "embeddings-sampled")
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_refused_calls_are_plain(name: str, sample: bool, target: CausalLM, assistant: Any, warned: list[str]) -> None:
