@@ -1,7 +1,6 @@
 """Chains that are replayed: text and rounds are distributed as live ones are, by enumeration on toy models; greedy ones
 are the live rounds; and no rule is faster than the oracle."""
 
-import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from chains import BASELINES, ChainReplay, Seen, oracle, recorded_estimator
 from record import KNOWN, Record, coupling, known_of, record
 from support.enumeration.exact_distribution import Probs, Tokens, exact_distribution
 from support.enumeration.plans import tell
-from support.enumeration.stopping_rules import decides, distribution_of, make_step
 from support.enumeration.toy_rounds import RULES, Models, ToyRound, draft_chain
 from support.targets.models import VOCAB_SIZE, Rounds, assistant_for, configured, prompt, tiny
 from sweep import PAPER, sweep
@@ -24,7 +22,7 @@ from torch import Tensor
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.chain import StoppingRule
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
-from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability, DraftStep, scalar_features
+from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability, scalar_features
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.texts.sampling import Sampling
@@ -282,29 +280,3 @@ def test_oracle_drafts_exactly_what_stands_where_passes_cost_the_same() -> None:
         start, rounds = start + replay.run_of(start) + 1, rounds + 1
     assert (outcomes.rounds, outcomes.rates["discard_rate"]) == (rounds, 0.0)
     assert outcomes.drafted == outcomes.accepted == outcomes.generated - rounds
-
-
-# The rules of others, each against its formula ------------------------------------------------------------------------
-
-
-STEPS = [make_step(seed) for seed in range(50)]
-
-
-def entropy_of(step: DraftStep) -> float:
-    return -sum(q * math.log(q) for q in distribution_of(step))
-
-
-# Each rule's bounds, and when it stops after a candidate.
-FORMULAS: dict[str, tuple[tuple[float, ...], Callable[[DraftStep, float], bool]]] = {
-    "confidence": ((0.05, 0.2, 0.5), lambda step, bound: distribution_of(step)[int(step.token)] < bound),
-    "svip": ((0.3, 0.4), lambda step, bound: math.sqrt(0.15 * entropy_of(step)) > bound),
-    "adaedl": ((0.4, 0.6), lambda step, bound: 1.0 - math.sqrt(0.2 * entropy_of(step)) < bound),
-}
-
-
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_rule_stops_by_its_formula(name: str) -> None:
-    bounds, stops = FORMULAS[name]
-    for bound in bounds:
-        answers = [decides(BASELINES[name](bound, 20), step) for step in STEPS]
-        assert (answers, {True, False}) == ([stops(step, bound) for step in STEPS], set(answers))
