@@ -174,6 +174,7 @@ def test_published_blocks_are_served_from_their_own_repository(
     assert count / 3 < accepted <= count, "it has learned the answer by heart"
 
 
+@pytest.mark.daily("dspark")
 @pytest.mark.parametrize("is_dspark", [False, True], ids=["dflash", "dspark"])
 def test_blocks_with_a_head(is_dspark: bool, served: Served, blocks: dict[bool, Path]) -> None:
     """The exported confidence head decides: with one that is sure all candidates are drafted, else none."""
