@@ -143,7 +143,7 @@ def stages(folder: Path) -> None:
         shown[0]
 
 
-@pytest.mark.takes(9)
+@pytest.mark.slow
 def test_training_again_with_other_settings(tmp_path: Path) -> None:
     with windows() as refused:
         stages(tmp_path)

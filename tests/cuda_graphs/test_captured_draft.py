@@ -164,6 +164,7 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
     return found | {"position_ids": ids + torch.arange(ids.shape[1])}
 
 
+@pytest.mark.daily("sees siblings", "forgets nothing")
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(("settings", "owner", "name", "mutant"), [
     (CHAIN, CapturedDraft, "settle", forgets_nothing),

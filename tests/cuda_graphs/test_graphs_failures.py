@@ -45,6 +45,7 @@ def fail_at(place: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(graphs, "captured", flaky)
 
 
+@pytest.mark.daily("0-*", "*-another capture is under way")
 @pytest.mark.takes(4)
 @pytest.mark.parametrize(("place", "error"), PASSING, ids=str)
 def test_a_passing_error_is_tried_again(

@@ -180,7 +180,7 @@ def head(inputs: str, hidden_size: int = 32) -> AcceptanceHead:
     return made
 
 
-@pytest.mark.daily("llama-q", "gemma3_text-q")
+@pytest.mark.daily("llama-q")
 @pytest.mark.parametrize("judged_by", ["q", "before", "after"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,10 +308,9 @@ def _classes_are_as_before() -> Any:
 
 @pytest.mark.daily(
     "last row-chain", "first row-lookup", "only passes of one token-tree", "only passes of several-early exit",
-    "only passes of four or more-lookup", "pre-hook-lookup", "forward-tree", "class-early exit", "layer-lookup",
-    "subclass-chain", "all modules-tree", "evicting-chain", "evicting later-lookup",
+    "pre-hook-lookup", "forward-tree", "class-early exit", "subclass-chain", "evicting-chain", "evicting later-lookup",
     "evicting from the prompt on-early exit", "scaling the cache-lookup", "function of transformers-tree",
-    "function of PyTorch-chain", "operation-early exit", "inputs-chain", "arguments after each token-tree", "mask-tree",
+    "function of PyTorch-chain", "inputs-chain", "arguments after each token-tree", "mask-tree",
 )  # fmt: skip
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", OTHERWISE)

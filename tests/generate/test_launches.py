@@ -91,7 +91,7 @@ def by_rows(*rules: str) -> list[Any]:
     ]
 
 
-@pytest.mark.daily("greedy-throughput-3", takes=8)
+@pytest.mark.daily("greedy-fixed-1", takes=8)
 @pytest.mark.parametrize(("rule", "rows"), by_rows(*RULES))
 @pytest.mark.parametrize("how", WAYS)
 def test_one_launch_and_one_read(rule: str, how: str, rows: int, rounds: list[tuple[int, int, int, int]]) -> None:
@@ -108,7 +108,7 @@ def test_one_launch_and_one_read(rule: str, how: str, rows: int, rounds: list[tu
         assert launched - replayed <= 1  # the calibration of estimates, or the looked-up candidates, go to the device
 
 
-@pytest.mark.daily("sampled-tree-1", takes=8)
+@pytest.mark.daily("greedy-fixed-1", takes=8)
 @pytest.mark.parametrize(("rule", "rows"), by_rows("fixed", "tree"))
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_two_launches_and_two_reads_with_processors_between(

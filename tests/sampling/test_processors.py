@@ -50,6 +50,7 @@ from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, War
 FAST, SLOW = 10, 2000
 
 
+@pytest.mark.daily("0", "1")
 @pytest.mark.takes(2)
 @pytest.mark.parametrize("part", range(4))
 def test_questions_of_random_calls(part: int) -> None:

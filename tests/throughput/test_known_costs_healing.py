@@ -155,7 +155,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.daily("dyspec-conditioned", takes=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_a_text_rests_until_a_probe_can_be_paid(kind: str, tree: str | None, noted: list[str]) -> None:

@@ -224,11 +224,8 @@ def goes_on(config: TrainingConfig, first: TrainingConfig) -> TrainingConfig:
     return config
 
 
-@pytest.mark.takes(4)
-@pytest.mark.parametrize(
-    "kind",
-    ["conditioned", pytest.param("early_exit", marks=pytest.mark.slow), pytest.param("eagle3", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["conditioned", "early_exit", "eagle3"])
 def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) -> None:
     vocab = 40 if kind == "eagle3" else None
     first, second = (prepare(tmp_path / n, kind, epochs=2, draft_vocab_size=vocab) for n in ("first", "second"))

@@ -185,7 +185,7 @@ def taught(checkpoint: Checkpoint, folder: Path, texts: Tensor) -> Path:
 STEPS = 60
 
 
-@pytest.mark.daily("False-deepspec", "True-speculators", takes=6)
+@pytest.mark.daily("True-speculators", takes=6)
 @pytest.mark.parametrize("dialect", ["deepspec", "speculators", "gemma4"])
 @pytest.mark.parametrize("fills_in", [False, True])
 def test_a_trained_draft_is_read_in_its_layout(

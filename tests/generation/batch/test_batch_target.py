@@ -208,7 +208,7 @@ def test_a_cache_is_carried_on(kind: str) -> None:
 # Sampled rows are independent, and each follows p. --------------------------------------------------------------------
 
 
-@pytest.mark.daily("fixed", "in step", takes=4)
+@pytest.mark.daily("in step", takes=4)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput", "in step"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""
@@ -492,7 +492,7 @@ def test_what_rows_cannot_share_is_refused() -> None:
         generate(windows, inputs, models.assistant_for(windows), past_key_values=cache)
 
 
-@pytest.mark.takes(3)
+@pytest.mark.slow
 def test_speculation_fades_as_the_batch_grows() -> None:
     """Where a pass takes its time by the number of tokens, more rows leave less room for candidates."""
     target, verify = models.tiny("llama"), [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

@@ -26,8 +26,8 @@ from hf_specdecpp.training.distillation import first_weights
 from hf_specdecpp.training.distillation.initialise import initial_draft
 
 
-@pytest.mark.daily("llama", takes=3)
-@pytest.mark.parametrize("family", ["llama", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_training_a_layer_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> None:
     vocab = 40 if family == "llama" else None
     config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6)
