@@ -232,8 +232,7 @@ def placed(assistant: SpecDecPPAssistant, target: CausalLM) -> Pair:
 
 
 @pytest.mark.daily(
-    "False-fixed-gemma4", "False-threshold-lookup", "False-tree-mtp", "True-fixed-eagle3 of others",
-    "True-threshold-conditioned", "True-tree-dflash", takes=3,
+    "False-fixed-gemma4", "False-threshold-lookup", "True-fixed-eagle3 of others", "True-tree-dflash", takes=3,
 )  # fmt: skip
 @ALL
 @pytest.mark.parametrize(

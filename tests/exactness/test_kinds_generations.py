@@ -98,8 +98,7 @@ def pair(name: str, **speculation: Any) -> Pair:
 
 
 @pytest.mark.daily(
-    "eagle3, some-chain, throughput", "gemma4, all-static, block", "mtp-chain, token",
-    "early exit, colder-static, token", "pard-dyspec, token", takes=5,
+    "eagle3, some-chain, throughput", "gemma4, all-static, block", "mtp-chain, token", "pard-dyspec, token", takes=5,
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_generate_emits_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
@@ -183,8 +182,7 @@ def test_mutants_of_trees_by_the_rule_are_caught(
 
 @pytest.mark.daily(
     "eagle3, some-dyspec, block-told_another1", "gemma4, clusters-dyspec, block-told_another0",
-    "early exit, colder-chain, block-told_another", "mtp, hybrid target-chain, token-of_the_next",
-    "pard-chain, token-of_the_next", takes=4,
+    "early exit, colder-chain, block-told_another", "pard-chain, token-of_the_next", takes=4,
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "shape", "mutate"), [
     *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (AS_IF_OF_ALL, HOTTER)),

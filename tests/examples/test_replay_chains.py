@@ -262,6 +262,7 @@ def made_up(seed: int, length: int = 40, chain: int = 20) -> ChainReplay:
     return replay
 
 
+@pytest.mark.daily("costs1")
 @pytest.mark.parametrize("costs", [PAPER, Costs(0.05, (0.1, 0.1, 0.1, 0.18)), Costs(0.2, (0.1,), 0.01)])
 def test_no_rule_is_faster_than_the_oracle(costs: Costs) -> None:
     replays = [made_up(seed) for seed in range(12)]

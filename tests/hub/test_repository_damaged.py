@@ -116,9 +116,7 @@ def test_an_independent_draft(sound: dict[str, Sound], tmp_path: Path, changes: 
         sound["independent"].load(folder, sound["independent"].target)
 
 
-@pytest.mark.daily(
-    "early exit-fast", "EAGLE-3, two layers-fast", "DFlash of transformers-fast", takes=3,
-)  # fmt: skip
+@pytest.mark.daily("early exit-fast", "DFlash of transformers-fast", takes=3)
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_damage_is_refused_in_a_sentence(sound: dict[str, Sound], tmp_path: Path, kind: str, is_whole: bool) -> None:

@@ -35,6 +35,7 @@ def committed(hub: HubServer, folder: Path, seed: int = 1, words: list[str] | No
     return hub.commit("org/small", files)
 
 
+@pytest.mark.daily("v1-assist", "dev-from_draft", "the hash-assist")
 @WAYS
 @pytest.mark.parametrize("revision", ["v1", "dev", "the hash"])
 def test_the_revision_is_stored_as_its_commit(
@@ -103,6 +104,7 @@ def test_token_and_cache_reach_every_read(
     assert torch.equal(repos.estimates(again), expected)
 
 
+@pytest.mark.daily("at once-both", "later-another cache", "from a saved assistant-another revision")
 @pytest.mark.parametrize("place", ["another cache", "another revision", "both"])
 @pytest.mark.parametrize("attach", ["at once", "later", "from a saved assistant"])
 def test_tokenizers_are_compared_wherever_they_are(

@@ -234,7 +234,7 @@ def test_the_card_names_the_runs_that_came_before(run: TrainingConfig) -> None:
     ) < text.index("That run continued another run, of 567 tokens and 3 epochs. Its settings were not stored.\n")
 
 
-@pytest.mark.takes(2)
+@pytest.mark.slow
 def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_chains, "STARTS", 3)
     config = training_run(tmp_path, early_exit=True, epochs=1.0)

@@ -40,6 +40,7 @@ def along(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[Tensor, Tens
     return torch.stack([each for each, _ in found]), torch.stack([each for _, each in found])
 
 
+@pytest.mark.daily("DFlash", "DFlash, first row", "deepspec", "speculators", "gated, prefixed", "reduced")
 @pytest.mark.parametrize("name", DRAFTS)
 def test_it_drafts_the_same_and_its_confidence_is_that_of_the_head(name: str, tmp_path: Path) -> None:
     assistant, target, _ = given_back(name, tmp_path)

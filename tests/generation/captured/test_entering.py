@@ -268,7 +268,7 @@ def of_the_first_row(whole: GraphDrafts, place: int, tree: DraftTree, scores: Te
     return whole.texts[0].process(TreePass(tree, range(len(tree) + 1)), scores)
 
 
-@pytest.mark.daily("row i has the prefix of row i + 1-chain", "candidates are no part of the prefix-tree", "row-chain")
+@pytest.mark.daily("row i has the prefix of row i + 1-chain", "candidates are no part of the prefix-tree")
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("mistake", [*map(asked, MISTAKES.values()), of_the_first_row], ids=[*MISTAKES, "row"])
 def test_processors_that_are_asked_wrongly_are_noticed(
@@ -383,6 +383,7 @@ class Int8(torch.nn.Module):
         return torch.nn.functional.linear(hidden, self.weight.to(hidden.dtype) * scale)
 
 
+@pytest.mark.daily("independent-True", "early_exit-False")
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("kind", ["independent", "early_exit"])
 def test_quantised_targets(kind: str, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +414,7 @@ def test_a_target_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert assistant.stats.accepted > 0
 
 
+@pytest.mark.daily("mistral-auto", "gemma3_text-off", "llama-auto")
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama"])
 def test_the_returned_cache_of_a_batch_whose_rows_end_apart(family: str, graphs: str) -> None:
@@ -438,6 +440,7 @@ def test_the_returned_cache_of_a_batch_whose_rows_end_apart(family: str, graphs:
                     torch.testing.assert_close(found.transpose(1, 2)[shown], expected.transpose(1, 2)[shown])
 
 
+@pytest.mark.daily("grouped_mm", "eager")
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
 def test_mixtures_of_experts(experts: str) -> None:
     """The default of transformers, `grouped_mm`, asks the device for nothing; the loop over experts does."""

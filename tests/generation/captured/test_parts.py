@@ -57,7 +57,7 @@ def test_a_default_dtype_changes_no_sampled_text(settings: dict[str, Any], tmp_p
     assert torch.equal(*texts)
 
 
-@pytest.mark.daily("independent", "dspark speculators, rnn")
+@pytest.mark.daily("dspark speculators, rnn")
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """And each round is one replay, after the first text without a capture."""

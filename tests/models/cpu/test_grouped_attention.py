@@ -221,6 +221,7 @@ def rows_round_alike() -> bool:
     return torch.equal(rows @ weight.T, torch.cat([row[None] @ weight.T for row in rows]))
 
 
+@pytest.mark.daily("{}-False", "{'reproducible': True}-True")
 @pytest.mark.skipif(not rows_round_alike(), reason="products of several rows round differently from those of one")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"cpu_products": "off"}, {"reproducible": True}], ids=str)
