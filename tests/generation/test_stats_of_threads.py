@@ -24,7 +24,7 @@ from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 PROMPT = prompt(6)
 
 
-@pytest.fixture(scope="module", params=["named", "default"])
+@pytest.fixture(scope="module", params=["named", pytest.param("default", marks=pytest.mark.slow)])
 def made(request: pytest.FixtureRequest) -> Iterator[tuple[SpecDecPPAssistant, Callable[..., Any]]]:
     """An assistant that no call has been made with, and what makes one of so many tokens."""
     target = tiny("llama", num_hidden_layers=1)

@@ -22,14 +22,13 @@ from support.files.dflash_files import (
 )
 from support.targets.formulas import attended, close, rms, rotated, states_of
 from support.targets.models import prompt
-from support.targets.rounds_anew import check_rounds, proposed
+from support.targets.rounds_anew import begun, block_of, check_rounds, proposed
 from support.targets.zoo import tiny_of
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
-from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -46,18 +45,6 @@ CASES = [(name, dialect) for dialect in DIALECTS for name in VARIANTS if name no
 def loaded(checkpoint: Checkpoint, folder: Path, dialect: str, **options: Any) -> tuple[Any, CausalLM]:
     target = target_for(**options)
     return SpecDecPPAssistant.from_pretrained(checkpoint.save(folder, dialect), target=target).ready_drafter(), target
-
-
-def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> DraftingSession:
-    """A session that has drafted at these lengths of the text but for the last, where a round has begun."""
-    session: DraftingSession = draft.session(VOCAB)
-    before = 0
-    for length in lengths:
-        if before:
-            session.propose_next([])
-        session.read_verified(TEXT[:, before:length], 0, states[:, max(before - 1, 0) : length - 1])
-        before = length
-    return session
 
 
 @torch.no_grad()
@@ -94,13 +81,6 @@ def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int
     return logits if checkpoint.samples_anchor else logits[1:]
 
 
-def rows(session: DraftingSession, places: int) -> Tensor:
-    found = [session.propose_next([torch.tensor(0)] * place) for place in range(places)]
-    assert session.propose_next([torch.tensor(0)] * places) is None
-    assert session.passes == 1
-    return torch.stack([each[0] for each in found if each is not None])
-
-
 @pytest.mark.daily(
     "plain-original", "windows, not causal-original", "the last layer read-original", "theta-original",
     "windows alone-transformers", "theta-transformers", "windows alone-speculators", "samples the anchor-speculators",
@@ -113,8 +93,8 @@ def test_every_round(name: str, dialect: str, tmp_path: Path) -> None:
     draft, target = loaded(checkpoint, tmp_path, dialect)
     states = states_of(target, draft, TEXT)
     for count in range(1, len(ROUNDS) + 1):
-        session = begun(draft, states, ROUNDS[:count])
-        close(rows(session, draft.places), formulas(checkpoint, dialect, target, ROUNDS[count - 1]))
+        session = begun(draft, TEXT, ROUNDS[:count], VOCAB, states)
+        close(block_of(session, draft.places), formulas(checkpoint, dialect, target, ROUNDS[count - 1]))
 
 
 def test_the_formulas_differ() -> None:
@@ -138,14 +118,14 @@ def test_a_pause_is_read_at_once(tmp_path: Path) -> None:
     for before, length in ((9, 12), (12, 14)):
         session.read_verified(TEXT[:, before:length], 0, states[:, before - 1 : length - 1])
     assert session.unread == 5
-    close(rows(session, 4), formulas(checkpoint, "original", target, 14))
+    close(block_of(session, 4), formulas(checkpoint, "original", target, 14))
 
 
 @torch.no_grad()
 def test_a_tree_has_the_marginals_by_depth(tmp_path: Path) -> None:
     draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
     states = states_of(target, draft, TEXT)
-    chain, session = rows(begun(draft, states, ROUNDS), 4), begun(draft, states, ROUNDS)
+    chain, session = block_of(begun(draft, TEXT, ROUNDS, VOCAB, states), 4), begun(draft, TEXT, ROUNDS, VOCAB, states)
     tree, path = DraftTree(3), [0]
     for depth in range(4):
         nodes = [tree.add(path[-1], token) for token in (1, 2)]
@@ -179,7 +159,7 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
     for text, candidates, logits, _ in heard:
         session = draft.session(VOCAB)
         session.read_verified(text, 0, states_of(target, draft, text[:, :-1]))
-        ours = rows(session, 4)
+        ours = block_of(session, 4)
         close(ours, logits)
         assert ours.argmax(-1).tolist() == candidates
     assert all(torch.equal(tensor, before[key]) for key, tensor in theirs.state_dict().items())
@@ -211,7 +191,7 @@ def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for ids, candidates, logits, _ in heard:
         session = draft.session(VOCAB)
         session.read_verified(ids, 0, states_of(target, draft, ids[:, :-1]))
-        ours, cap = rows(session, 4), text.final_logit_softcapping
+        ours, cap = block_of(session, 4), text.final_logit_softcapping
         close(ours, torch.tanh(logits * text.output_multiplier / cap) * cap)
         assert ours.argmax(-1).tolist() == candidates
 
