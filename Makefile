@@ -16,7 +16,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-apart test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-serving test-vllm test-gpu lint format types docs bench-overhead bench-gpu gpu-day clean
+.PHONY: help install demo test test-apart test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-beside test-serving test-vllm test-gpu lint format types docs bench-overhead bench-gpu gpu-day clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -129,6 +129,11 @@ test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TR
 
 test-space: $(SPACE)/.installed  ## Run the tests of the Space, which ask it over HTTP
 	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/integrations/test_space.py $(ARGS)
+
+# The same in one process, which imports torch and transformers once.
+test-beside: $(QUANTS)/.installed $(FORMATS)/.installed $(INTEGRATIONS)/.installed $(SPACE)/.installed  ## Run the tests of the last four
+	@$(PYTEST) PYTHONPATH=$(QUANTS):$(FORMATS):$(INTEGRATIONS):$(SPACE) $(BIN)/pytest tests/models/test_quantised.py \
+		tests/test_limits.py tests/draft_kinds/*/test_*_speculators.py tests/integrations $(ARGS)
 
 test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp's server serves SmolLM2 with exported drafts
 	@export SMOLLM2="$$($(PYTEST) $(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \

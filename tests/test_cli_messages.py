@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.cli import app
 
 VERBS = sorted(get_command(app).commands)  # type: ignore[attr-defined]

@@ -156,7 +156,7 @@ def names(folders: dict[str, str]) -> dict[str, Any]:
 @pytest.mark.parametrize("code", blocks("python"))
 @pytest.mark.filterwarnings("ignore")
 def test_python_runs(
-    code: str, names: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, folders: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if NEEDS.match(code):
         ast.parse(code)
@@ -167,6 +167,7 @@ def test_python_runs(
         monkeypatch.chdir(tmp_path)
         for name, of in IDS.items():  # folders of ours in the place of the ids that the page has
             code = code.replace(f'"{name}"', repr(folders[of]))
+        names = request.getfixturevalue("names")
         exec(compile(code, "page", "exec"), names)  # noqa: S102 - our own pages
 
 

@@ -15,9 +15,7 @@ from support.runs.hub_server import HubServer, point_client_at
 from support.targets.models import assistant_for, partly_agreeing, prompt, random_layer, tiny
 from transformers import AutoModelForCausalLM, pipeline
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.hub.published import Published, advice, published, table
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -15,8 +15,7 @@ from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 pytestmark = pytest.mark.takes(60)
 

@@ -23,9 +23,7 @@ from support.files.repos import save_model
 from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.serving import AS_DSPARK, AS_EAGLE3, AS_MODEL, Destination, commands_for
 from hf_specdecpp.texts import answers
@@ -176,6 +174,7 @@ def test_published_blocks_are_served_from_their_own_repository(
     assert count / 3 < accepted <= count, "it has learned the answer by heart"
 
 
+@pytest.mark.daily("dspark")
 @pytest.mark.parametrize("is_dspark", [False, True], ids=["dflash", "dspark"])
 def test_blocks_with_a_head(is_dspark: bool, served: Served, blocks: dict[bool, Path]) -> None:
     """The exported confidence head decides: with one that is sure all candidates are drafted, else none."""

@@ -1,7 +1,6 @@
 """The notebook in `examples` runs from its first cell to its last, and shows the outputs of such a run."""
 
 import ast
-import builtins
 import json
 import os
 import re
@@ -13,8 +12,7 @@ import pytest
 from support.files.repos import save_model, tokenizer
 from support.targets.models import partly_agreeing, tiny
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 FILE = Path(__file__).parents[1] / "examples" / "first_steps.ipynb"
 CELLS = json.loads(FILE.read_text(encoding="utf-8"))["cells"]
@@ -37,33 +35,6 @@ def test_cells_are_python_and_what_they_import_exists() -> None:
         ]
         for statement in ours:
             exec(statement, {})  # noqa: S102 - our own notebook
-
-
-def undefined(cells: list[str]) -> set[str]:
-    """Names that a cell reads and neither it nor an earlier one has made; those in braces of a shell line count."""
-    known, unknown = set(dir(builtins)), set()
-    for cell in cells:
-        shell = re.compile(r"^( *)[%!](.*)$", flags=re.MULTILINE)
-        tree = ast.parse(shell.sub(lambda line: f"{line[1]}({', '.join(re.findall(r'{(.+?)}', line[2]))})", cell))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.alias):
-                known.add((node.asname or node.name).split(".")[0])
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                known.add(node.name)
-            elif isinstance(node, ast.arg):
-                known.add(node.arg)
-        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        known |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
-        unknown |= {name.id for name in names} - known
-    return unknown
-
-
-def test_every_name_is_made_before_it_is_read() -> None:
-    assert undefined(CODE) == set()
-    assert undefined([*CODE, "if True:\n    !git clone {ADDRESS} --depth {1}"]) == {"ADDRESS"}
-    assert undefined(["print(late)", "late = 1"]) == {"late"}
-    assert undefined(CODE[1:]) == set()
-    assert "model" in undefined(CODE[2:])
 
 
 def test_outputs_are_of_a_whole_run_and_name_no_folder() -> None:

@@ -33,6 +33,10 @@ def write(model: CausalLM, to: Destination, config: SpecDecPPConfig = CONFIG) ->
     return write_plain_model(model, str(to.folder.parent / "words"), None, config, to)
 
 
+@pytest.mark.daily(
+    "deepseek_v3-settings0-kept0-described0", "deepseek_v3-settings2-kept2-described2", "ernie4_5_moe-*",
+    "qwen3_moe-settings5-kept5-described5", "smollm3-*",
+)  # fmt: skip
 @pytest.mark.parametrize(("family", "settings", "kept", "described"), [
     ("deepseek_v3", {"first_k_dense_replace": 2}, [1, 3], {"first_k_dense_replace": 1}),
     ("deepseek_v3", {"first_k_dense_replace": 1}, [2, 3], {"first_k_dense_replace": 0}),

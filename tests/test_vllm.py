@@ -25,8 +25,7 @@ from support.runs.vllm_server import served
 from support.targets.models import prompt, quiet_later_layers, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import models

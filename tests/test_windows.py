@@ -12,15 +12,7 @@ import torch
 import yaml
 from safetensors import safe_open
 from support.files.released_heads import ReleasedHead, save_mixin
-from support.files.repos import (
-    greedy,
-    head_for,
-    publish_pair,
-    save_adapter,
-    save_chat_model,
-    save_model,
-    tokenizer,
-)
+from support.files.repos import greedy, head_for, publish_pair, save_adapter, save_chat_model, save_model, tokenizer
 from support.runs.hub_server import HubServer
 from support.runs.training_files import training_run
 from support.runs.windows import in_use, windows
@@ -151,7 +143,7 @@ def stages(folder: Path) -> None:
         shown[0]
 
 
-@pytest.mark.takes(9)
+@pytest.mark.slow
 def test_training_again_with_other_settings(tmp_path: Path) -> None:
     with windows() as refused:
         stages(tmp_path)

@@ -12,10 +12,9 @@ from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import all_contestants, choose
 from hf_specdecpp.cli import app
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
 

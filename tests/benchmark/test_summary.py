@@ -7,10 +7,9 @@ import pytest
 from support.files.repos import head_for
 from support.targets.models import tiny
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants
 from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict_of
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.draft_kinds.draft_kind import Parts
 
 

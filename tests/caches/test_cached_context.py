@@ -137,6 +137,7 @@ def test_moving_columns_is_paid_by_the_holes_that_it_closes() -> None:
     assert 0 < moved < rounds * 5 / MOST_HOLES
 
 
+@pytest.mark.daily("3-llama", "12-gemma3_text")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 @pytest.mark.parametrize("length", [3, 12])
 def test_memory_ends_between_keys_and_values(family: str, length: int) -> None:

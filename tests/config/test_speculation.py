@@ -11,10 +11,8 @@ import pytest
 import torch
 from support.targets.models import assistant_for, prompt, tiny
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, assist
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 

@@ -3,16 +3,15 @@
 import json
 import pickle
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
-from hf_specdecpp.config.value_checks import BOUNDS, LAYER, LISTS, check_layers, check_numbers
+from hf_specdecpp.config.value_checks import BOUNDS, LISTS, check_layers, check_numbers
 
 ROOT = Path(__file__).parents[2]
 SOUND: dict[str, Any] = {
@@ -34,14 +33,6 @@ def test_numbers_at_their_bounds(name: str) -> None:
                 check_numbers(values)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 2**63, -(10**400)])
-def test_any_other_number_is_finite(value: float) -> None:
-    check_numbers({"a": [1.0, -(2**62), "nan", None, True]})
-    for values in ({"a": value}, {"a": [1, value]}, {"a": [{"b": value}]}):
-        with pytest.raises(ValueError, match=r"(a|a\.b)=.* must be a finite number below 2\*\*63"):
-            check_numbers(values)
-
-
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match="layer.attn_implementation is not known; it may be of a newer version"):
         check_layers({**SOUND, "attn_implementation": "kernels-community/x"})
@@ -60,11 +51,6 @@ def test_numbers_that_do_not_go_together(changes: dict[str, Any], message: str) 
     check_layers(SOUND)
     with pytest.raises(ValueError, match=message):
         check_layers({**SOUND, **changes})
-
-
-def test_the_names_are_those_of_what_is_made() -> None:
-    """A field that nobody takes would be read, bounded, and mean nothing."""
-    assert set(LAYER) <= {field.name for config in (LlamaConfig, Qwen3Config) for field in fields(config)}
 
 
 # Settings, and what the package decides in their place. ------------------------------

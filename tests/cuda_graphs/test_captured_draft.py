@@ -117,6 +117,10 @@ def told_of_no_siblings(head: AcceptanceHead, step: DraftStep, tokens: Tensor, l
 JUDGE = AcceptanceHead.estimate_siblings
 
 
+@pytest.mark.daily(
+    "by all of q-sampled", "by q alone-greedy", "no siblings-greedy", "nothing learned-sampled",
+    "not calibrated-greedy", "siblings do not count-sampled",
+)  # fmt: skip
 @pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
 @pytest.mark.parametrize(
     ("owner", "name", "mutant"),
@@ -158,6 +162,7 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
     return found | {"position_ids": ids + torch.arange(ids.shape[1])}
 
 
+@pytest.mark.daily("sees siblings", "forgets nothing")
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(("settings", "owner", "name", "mutant"), [
     (CHAIN, CapturedDraft, "settle", forgets_nothing),

@@ -81,6 +81,7 @@ def test_caches_in_use_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 # Texts of known length. -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.daily("60-400-100-rooms2")
 @pytest.mark.takes(4)
 @pytest.mark.parametrize(
     ("prompt_length", "new_tokens", "ahead", "rooms"),
@@ -132,7 +133,7 @@ def test_windows_are_read_and_written_back(length: int) -> None:
         assert torch.equal(one.values, other.values)
 
 
-@pytest.mark.daily("None-1", "None-3", "spare-3", "all tokens-1", takes=6)
+@pytest.mark.daily("None-3", "spare-3", "all tokens-1", takes=6)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("mutant", [None, "spare", "all tokens"])
 def test_texts_longer_than_their_windows(mutant: str | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def fail_at(place: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(graphs, "captured", flaky)
 
 
+@pytest.mark.daily("0-*", "*-another capture is under way")
 @pytest.mark.takes(4)
 @pytest.mark.parametrize(("place", "error"), PASSING, ids=str)
 def test_a_passing_error_is_tried_again(
@@ -197,10 +198,7 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FixedCache, "copy_from", ends)
 
 
-@pytest.mark.daily(
-    "chain-early_exit-llama", "tree-early_exit-llama", "chain-conditioned-llama", "passes-early_exit-gemma3_text",
-    takes=6,
-)  # fmt: skip
+@pytest.mark.daily("tree-early_exit-llama", "chain-conditioned-llama", takes=6)
 @pytest.mark.parametrize(("name", "kind", "family"), [
     *((name, "early_exit", "llama") for name in SETTINGS), ("chain", "conditioned", "llama"),
     ("passes", "conditioned", "llama"), ("chain", "early_exit", "gemma3_text"), ("passes", "early_exit", "gemma3_text"),
@@ -237,6 +235,7 @@ def test_a_text_that_finds_no_larger_room_goes_on_elsewhere(
     assert assistant.stats.uncaptured is None
 
 
+@pytest.mark.daily("True-early_exit", "False-conditioned")
 @pytest.mark.takes(4)
 @pytest.mark.parametrize("kind", ["early_exit", "conditioned"])
 @pytest.mark.parametrize("carries", [False, True])

@@ -193,6 +193,7 @@ def test_mlps_and_rotary_embeddings_are_compiled(family: str, monkeypatch: pytes
     assert {name.partition(".")[0][-4:] for name in compiled} == {"_emb", mlp}
 
 
+@pytest.mark.daily("llama-traced", "gemma3_text-inductor")
 @pytest.mark.apart
 @pytest.mark.parametrize("backend", ["traced", "inductor"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -165,7 +165,7 @@ ANY: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.daily("*-eagle3", "*-dflash, original", "*-dflash, speculators")
+@pytest.mark.daily("*-eagle3", "missing-dflash, speculators")
 @ALL
 @pytest.mark.parametrize("damage", ANY)
 def test_any_tensor(damage: str, name: str, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from support.targets.rounds_anew import Ear, check_rounds
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.draft_kinds.gemma4 import sources
 from hf_specdecpp.draft_kinds.known import GEMMA4
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
@@ -149,7 +148,7 @@ def test_a_text_whose_cache_the_draft_reads_is_captured_in_whole_rounds_alone() 
         assert counts["replayed"] == assistant.stats.rounds + 1 + counts["captured"]
 
 
-@pytest.mark.daily("unified-fixed", "images-dyspec", "clusters-fixed", "several layers-dyspec", "values are keys-fixed")
+@pytest.mark.daily("unified-fixed", "images-dyspec", "clusters-fixed")
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
 @pytest.mark.parametrize("name", ["unified", "images", *VARIANTS])
 def test_variants_and_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,7 @@ from support.files.stand_ins import BLOCK, BlockDraft
 from support.targets.models import prompt, tiny
 
 import hf_specdecpp
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.draft_kinds import known
 from hf_specdecpp.draft_kinds.draft_kind import DraftKind
 from hf_specdecpp.draft_kinds.known import BY_NAME, KINDS, kind_of, kind_to_train, read_config, recognise
@@ -83,19 +81,6 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
     assert imported == IMPORTED.keys(), "a new one needs a reason, an old one is to be deleted from the list"
     assert {file: found for file, source in files.items() if (found := told_apart_in(source))} == {}
     assert [file for file in PACKAGE.rglob("*.md") if "draft_kind" in file.read_text(encoding="utf-8")] == []
-
-
-def test_the_check_above_sees_names_imports_and_classes() -> None:
-    assert names_in("if config.draft_kind == 'conditioned': pass") == {"conditioned"}
-    module = "hf_specdecpp.draft_kinds.dflash.modeling_dflash"
-    source = f"from {module} import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
-    assert (imported_in(source), told_apart_in(source)) == ({"Blocks": "dflash"}, {"Blocks"})
-    assert imported_in("from hf_specdecpp.draft_kinds import lookup") == {"lookup": "lookup"}
-    assert imported_in("from hf_specdecpp.draft_kinds.known import EARLY_EXIT") == {"EARLY_EXIT": "early_exit"}
-    assert (
-        imported_in("from hf_specdecpp.draft_kinds.known import kind_of\nfrom hf_specdecpp.draft_kinds import known")
-        == {}
-    )
 
 
 def test_a_config_is_recognised_by_the_kind_itself() -> None:

@@ -8,14 +8,12 @@ import pytest
 import torch
 from support.files.repos import save_model
 from support.targets.models import of_pard, partly_agreeing, prompt, tiny
-from support.targets.rounds_anew import check_rounds
+from support.targets.rounds_anew import begun, block_of, check_rounds
 from support.targets.zoo import tiny_of
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.draft_kinds.pard import BLOCK, ParallelDrafter, mask_token_of
-from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -35,31 +33,13 @@ def formula(model: CausalLM, length: int, places: int = PLACES, mask: int = MASK
     return model(ids, use_cache=False).logits[0, length - 1 :].float()
 
 
-def begun(drafter: Drafter, lengths: tuple[int, ...]) -> DraftingSession:
-    """A session that has drafted at these lengths of the text but for the last, where a round has begun."""
-    session, before = drafter.session(VOCAB), 0
-    for length in lengths:
-        if before:
-            session.propose_next([])
-        session.read_verified(TEXT[:, before:length], 0)
-        before = length
-    return session
-
-
-def rows(session: Any, places: int = PLACES) -> Tensor:
-    found = [session.propose_next([torch.tensor(0)] * place) for place in range(places)]
-    assert session.propose_next([torch.tensor(0)] * places) is None
-    assert session.passes == 1
-    return torch.stack([logits for logits, _ in found])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_every_round(family: str) -> None:
     model = tiny(family)
     drafter = ParallelDrafter(model, None, MASK, PLACES)
     for count in range(1, len(ROUNDS) + 1):
-        found = rows(begun(drafter, ROUNDS[:count]))
+        found = block_of(begun(drafter, TEXT, ROUNDS[:count], VOCAB), PLACES)
         torch.testing.assert_close(found, formula(model, ROUNDS[count - 1]), rtol=1e-5, atol=1e-5)
 
 
@@ -67,24 +47,16 @@ def test_every_round(family: str) -> None:
 def test_the_formula_can_fail() -> None:
     """Another mask token, masks that stay in the text, and rows one place off are other numbers."""
     model = tiny("llama")
-    found = rows(begun(ParallelDrafter(model, None, MASK, PLACES), ROUNDS[:2]))
+    found = block_of(begun(ParallelDrafter(model, None, MASK, PLACES), TEXT, ROUNDS[:2], VOCAB), PLACES)
     kept = torch.cat((TEXT[:, :9], torch.full((1, 3), MASK), TEXT[:, 9:10], torch.full((1, 3), MASK)), dim=1)
     wrong = [formula(model, 10, mask=MASK + 1)[1:], formula(model, 10, PLACES + 1)[2:], model(kept).logits[0, -3:]]
     assert all(float((found[1:] - each).abs().max()) > 1e-2 for each in wrong)
 
 
 @torch.inference_mode()
-def test_a_block_of_one_is_the_plain_model() -> None:
-    model = tiny("llama")
-    for count in range(1, len(ROUNDS) + 1):
-        one, plain = (begun(each, ROUNDS[:count]) for each in (ParallelDrafter(model, None, MASK, 1), Drafter(model)))
-        torch.testing.assert_close(rows(one, 1)[0], plain.propose_next([])[0])  # type: ignore[index]
-
-
-@torch.inference_mode()
 def test_a_tree_has_the_rows_by_depth() -> None:
     model, tree = tiny("llama"), DraftTree(2)
-    session, expected = begun(ParallelDrafter(model, None, MASK, 2), ROUNDS), formula(model, ROUNDS[-1], 2)
+    session, expected = begun(ParallelDrafter(model, None, MASK, 2), TEXT, ROUNDS, VOCAB), formula(model, ROUNDS[-1], 2)
     nodes = [tree.add(0, 3), tree.add(0, 4)]
     below = tree.add(nodes[0], 5)
     logits, hidden = session.expand(tree, [0, *nodes, below])
@@ -93,6 +65,7 @@ def test_a_tree_has_the_rows_by_depth() -> None:
     assert (len(hidden), session.passes) == (4, 1)
 
 
+@pytest.mark.daily("44", "52")
 @pytest.mark.filterwarnings("ignore:The target has")
 @pytest.mark.parametrize("size", [VOCAB - 4, VOCAB, VOCAB + 4])
 def test_one_draft_for_targets_with_other_padding(size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,6 @@ import pytest
 from hf_specdecpp.estimation.ledger import Ledger, Speed, effect, verdict
 
 
-def test_the_example_of_the_docstring() -> None:
-    ledger = Ledger(0.98, promise=2.0, plain=1.0)
-    assert ledger.rate == 2.0, "as promised"
-    ledger.record_round(3.0, 2.0)
-    assert ledger.rate == pytest.approx((3 + 7.84 * 2) / (2 + 7.84))
-    for _ in range(1000):
-        ledger.record_round(3.0, 2.0)
-    assert ledger.rate == pytest.approx(1.5), "what was promised has been forgotten"
-
-
 def test_earlier_rounds_cost_what_rounds_cost_now() -> None:
     """Noted by how many of each thing they took; mutant: the seconds that these took then."""
     ledger = Ledger(1.0, trusted=0.0)

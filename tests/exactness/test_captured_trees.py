@@ -54,6 +54,7 @@ def error(
 VERIFICATIONS: tuple[Verification, ...] = ("block", "token")
 
 
+@pytest.mark.daily("by_q-block", "by_a_head-token")
 @pytest.mark.takes(6)
 @pytest.mark.parametrize("how", VERIFICATIONS)
 @pytest.mark.parametrize("judge", [by_q, by_a_head], ids=lambda each: each.__name__)

@@ -188,6 +188,7 @@ def check_captured(rows: int) -> None:
             check(seed)
 
 
+@pytest.mark.daily("ends_with_the_first", "holds_what_was_cut")
 @pytest.mark.takes(3)
 @pytest.mark.parametrize("mutant", [cuts_rows_that_go_on, ends_with_the_first, holds_what_was_cut],
                          ids=lambda each: each.__name__)  # fmt: skip

@@ -19,7 +19,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.daily("llama-fixed-True", "phi3-fixed-False", "gemma3_text-threshold-True", "cohere2-threshold-False")
+@pytest.mark.daily("llama-fixed-True", "gemma3_text-threshold-True")
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +44,7 @@ def test_independent_draft(family: str, rule: str, attached: bool, monkeypatch: 
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 
 
-@pytest.mark.daily("llama-dtype0", "gpt2-dtype1", takes=3)
+@pytest.mark.daily("gpt2-dtype1", takes=3)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])

@@ -201,8 +201,7 @@ def test_chains(place: str, place_of_q: str) -> None:
 
 
 @pytest.mark.daily(
-    "nowhere-graphs, block", "nowhere-token", "at once-block", "after 0-graphs, token", "after 1 2-graphs, block",
-    "after 1 2-token", "after 0 and 2 0-block", takes=3,
+    "nowhere-token", "at once-block", "after 1 2-token", "after 0-graphs, token", "after 0 and 2 0-block", takes=3,
 )  # fmt: skip
 @pytest.mark.parametrize("name", OF_TREES)
 @pytest.mark.parametrize("place", PLACES)

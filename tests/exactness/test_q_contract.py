@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers.generation import utils as transformers_generation
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.generation import output_text as verification
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.tree import DraftTree

@@ -12,8 +12,7 @@ from support.targets.models import partly_agreeing, tiny
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation import output_text as rounds_verification
 from hf_specdecpp.trees import verification
 
@@ -108,7 +107,7 @@ def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: An
         return verification.verify_sampled(candidates, p, q, randomness, "token")
 
 
-@pytest.mark.daily("accepts_everything", takes=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [accepts_everything, resamples_from_p])
 def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()

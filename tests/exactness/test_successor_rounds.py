@@ -17,10 +17,8 @@ from support.targets.models import assistant_for, assistant_of, configured, part
 from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import ngram_corrections
 from hf_specdecpp.sampling.ngram_corrections import MixedProcessing, contexts_of
@@ -53,7 +51,7 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
     return target, assistant
 
 
-@pytest.mark.daily("independent-chain", "conditioned-static", takes=3)
+@pytest.mark.daily("independent-chain", takes=3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [*KINDS, "block"])
 def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumerate) -> None:
@@ -115,7 +113,7 @@ def truly(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: in
     return processing.one(text, path, logits)
 
 
-@pytest.mark.daily("unmixed-chain", "knowing_the_drawn-dyspec", takes=3)
+@pytest.mark.daily("unmixed-chain", takes=3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 @pytest.mark.parametrize("again", [unmixed, knowing_the_drawn])
 def test_another_q_than_the_mixed_one_is_caught(

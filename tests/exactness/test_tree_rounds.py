@@ -161,7 +161,7 @@ class ByTheRule(ToyTree):
         return list(range(1, accepted + 1)), token
 
 
-@pytest.mark.daily("*-plain", "*-p equals q")
+@pytest.mark.daily("False-*", "True-*-p equals q")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("verifier", ["block", "token"])

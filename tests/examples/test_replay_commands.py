@@ -33,7 +33,7 @@ def run(main: Any, words: list[str], folder: Path) -> tuple[dict[str, Any], str]
     return results, (folder / "out/report.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.takes(4)
+@pytest.mark.slow
 def test_a_sweep(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*options, "--draws", "2", "--costs", "paper", "--costs", "0.1"]
     monkeypatch.setattr(sys, "argv", ["examples/replay/sweep.py", *words])

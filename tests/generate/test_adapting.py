@@ -109,7 +109,7 @@ def said(target: CausalLM, assistant: Any, ids: Tensor, seed: int) -> list[list[
     return text.tolist()
 
 
-@pytest.mark.daily("chain-1", "lookup-2")
+@pytest.mark.daily("chain-1")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, rows: int) -> None:

@@ -20,8 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from transformers import Trainer
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.randomness import widest
 from hf_specdecpp.texts.sampling import Sampling, draw_rows

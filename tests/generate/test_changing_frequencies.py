@@ -65,7 +65,7 @@ def differing(target: CausalLM, assistant: Any, **options: Any) -> list[int]:
     return found
 
 
-@pytest.mark.daily("chain-early_exit-dynamic", "chain-eagle3-phi3", "tree-eagle3-longrope")
+@pytest.mark.daily("chain-early_exit-dynamic", "tree-eagle3-longrope")
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("draft", ["early_exit", "independent", "conditioned", "eagle3"])
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
@@ -74,7 +74,7 @@ def test_texts_across_the_change(kind: str, draft: str, speculation: dict[str, A
     assert differing(target, assistant_of(draft, target, **speculation)) == []
 
 
-@pytest.mark.daily("chain-dynamic", "tree-dynamic")
+@pytest.mark.daily("tree-dynamic")
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 def test_passes_over_both_sides_differ(kind: str, speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,14 +88,14 @@ def test_passes_over_both_sides_differ(kind: str, speculation: dict[str, Any], m
         assert differing(target, assistant) != []
 
 
-@pytest.mark.daily("dynamic", "phi3")
+@pytest.mark.daily("phi3")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_static_caches(kind: str) -> None:
     target = target_of(kind)
     assert differing(target, assistant_of("independent", target, **CHAIN), cache_implementation="static") == []
 
 
-@pytest.mark.daily("dynamic", "phi3")
+@pytest.mark.daily("phi3")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_padding_takes_no_position(kind: str) -> None:
     target = target_of(kind)

@@ -17,8 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 
@@ -65,6 +64,7 @@ def test_decoder_of_an_encoder_decoder() -> None:
 # --- vocabularies ---
 
 
+@pytest.mark.daily("early exit")
 @pytest.mark.takes(2)
 @pytest.mark.parametrize("kind", ["independent", "early exit"])
 def test_draft_vocab(target: PreTrainedModel, draft: str, tmp_path: Path, kind: str) -> None:

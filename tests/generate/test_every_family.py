@@ -14,9 +14,7 @@ from support.targets.models import partly_agreeing, prompt
 from support.targets.zoo import KINDS, NOT_BUILT, WINDOW, families, tiny_of
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.attention import check_tree
 

@@ -31,9 +31,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.models import foreign
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -309,14 +307,10 @@ def _classes_are_as_before() -> Any:
 
 
 @pytest.mark.daily(
-    "last row-chain", "last row-early exit", "first row-lookup", "only passes of one token-tree",
-    "only passes of several-chain", "only passes of several-early exit", "only passes of four or more-lookup",
-    "lm_head-tree", "mean over the rows-chain", "mean over the rows-early exit", "pre-hook-lookup", "forward-tree",
-    "class-chain", "class-early exit", "layer-lookup", "subclass-chain", "all modules-tree", "evicting-chain",
-    "evicting-early exit", "evicting later-lookup", "evicting in one layer-tree", "evicting from the prompt on-chain",
+    "last row-chain", "first row-lookup", "only passes of one token-tree", "only passes of several-early exit",
+    "pre-hook-lookup", "forward-tree", "class-early exit", "subclass-chain", "evicting-chain", "evicting later-lookup",
     "evicting from the prompt on-early exit", "scaling the cache-lookup", "function of transformers-tree",
-    "function of PyTorch-chain", "function of PyTorch-early exit", "inputs-chain", "arguments after each token-tree",
-    "mask-tree",
+    "function of PyTorch-chain", "inputs-chain", "arguments after each token-tree", "mask-tree",
 )  # fmt: skip
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", OTHERWISE)
@@ -338,7 +332,10 @@ def test_what_treats_several_tokens_otherwise(name: str, draft: str) -> None:
     assert assistant.stats.rounds > 0
 
 
-@pytest.mark.daily("*-chain", "*-lookup")
+@pytest.mark.daily(
+    "every row-lookup", "nothing-chain", "masked logits-lookup", "only many rows-chain", "function-tree",
+    "subclass of alike-chain",
+)  # fmt: skip
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_treats_every_token_alike(name: str, draft: str) -> None:
@@ -460,7 +457,10 @@ class OnAnObject:
 REMEMBERING = [in_a_cell, in_a_global, in_a_list, in_an_iterator, on_the_module, OnAnObject]
 
 
-@pytest.mark.daily("*-chain", "*-lookup")
+@pytest.mark.daily(
+    "in_a_cell-chain", "in_a_global-lookup", "in_a_list-chain", "in_an_iterator-lookup", "on_the_module-chain",
+    "OnAnObject-lookup",
+)  # fmt: skip
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("kept", REMEMBERING)
 def test_what_counts_its_calls(kept: Any, draft: str) -> None:
@@ -491,6 +491,7 @@ def test_random_numbers_of_a_hook_are_put_back() -> None:
     assert torch.equal(*texts)
 
 
+@pytest.mark.daily("False-last row", "True-evicting")
 @pytest.mark.parametrize("name", ["last row", "every row", "evicting"])
 @pytest.mark.parametrize("default", [False, True])
 def test_batches_are_plain(name: str, default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,6 +609,7 @@ class Operations(TorchDispatchMode):
 STRENGTH = [1.0]
 
 
+@pytest.mark.daily("functions", "counter", "device")
 @pytest.mark.takes(2)
 @pytest.mark.parametrize(
     ("mode", "says"),

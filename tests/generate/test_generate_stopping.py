@@ -11,9 +11,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(10)

@@ -16,9 +16,8 @@ from support.targets.models import assistant_for, assistant_of, configured, prom
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches import masks
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.cuda_graphs import model_copy
 from hf_specdecpp.cuda_graphs.graphs import Graphs
 from hf_specdecpp.generation.captured.entering import BETWEEN
@@ -92,7 +91,7 @@ def by_rows(*rules: str) -> list[Any]:
     ]
 
 
-@pytest.mark.daily("greedy-fixed-1", "greedy-throughput-3", takes=8)
+@pytest.mark.daily("greedy-fixed-1", takes=8)
 @pytest.mark.parametrize(("rule", "rows"), by_rows(*RULES))
 @pytest.mark.parametrize("how", WAYS)
 def test_one_launch_and_one_read(rule: str, how: str, rows: int, rounds: list[tuple[int, int, int, int]]) -> None:
@@ -109,7 +108,7 @@ def test_one_launch_and_one_read(rule: str, how: str, rows: int, rounds: list[tu
         assert launched - replayed <= 1  # the calibration of estimates, or the looked-up candidates, go to the device
 
 
-@pytest.mark.daily("greedy-fixed-1", "sampled-tree-1", takes=8)
+@pytest.mark.daily("greedy-fixed-1", takes=8)
 @pytest.mark.parametrize(("rule", "rows"), by_rows("fixed", "tree"))
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_two_launches_and_two_reads_with_processors_between(
@@ -181,6 +180,7 @@ FIVE: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
 THIRTY: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 30}
 
 
+@pytest.mark.daily("tree of 30", "plain pass")
 @pytest.mark.takes(6)
 @pytest.mark.parametrize(
     ("layers", "graph", "settings", "most"),
@@ -329,6 +329,7 @@ def test_more_instructions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usual(rounds).total() > INSTRUCTIONS["tree"]
 
 
+@pytest.mark.daily("True")
 @pytest.mark.takes(4)
 @pytest.mark.parametrize("keeps", [True, False])
 def test_emitted_tokens_are_uploaded_once(

@@ -26,8 +26,7 @@ from support.targets.watchers import runs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, dynamic_module_utils, pipeline
 from transformers.utils import hub as transformers_hub
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 
@@ -90,6 +89,7 @@ def test_name_of_an_early_exit(hub: HubServer, tmp_path: Path, local: bool) -> N
     assert assisted.assistant_model.stats.drafted > 0
 
 
+@pytest.mark.daily("80")
 @pytest.mark.parametrize("rows", [64, 80])
 def test_name_where_tokens_differ_in_config_only(hub: HubServer, tmp_path: Path, rows: int) -> None:
     """Other padding and another end-of-sequence id than the draft's: the assistant's config shows the target's."""

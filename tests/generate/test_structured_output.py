@@ -9,8 +9,7 @@ from support.targets.tree_generation import PROMPT, sharp
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 
 COMMON, RARE = list(range(36)), list(range(36, VOCAB_SIZE))

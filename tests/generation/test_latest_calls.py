@@ -25,7 +25,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 PROMPT = prompt(6)
 
 
-@pytest.fixture(scope="module", params=["named", "default"])
+@pytest.fixture(scope="module", params=["named", pytest.param("default", marks=pytest.mark.slow)])
 def made(request: pytest.FixtureRequest) -> Iterator[tuple[SpecDecPPAssistant, Callable[..., Any]]]:
     """An assistant that no call has been made with, and what makes one of so many tokens."""
     target = tiny("llama", num_hidden_layers=1)
@@ -144,6 +144,7 @@ ELSEWHERE: dict[str, Callable[[Callable[..., Any]], Any]] = {
 }
 
 
+@pytest.mark.daily("*-True")
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("how", ELSEWHERE)
 def test_calls_made_for_this_thread_by_another(fresh: Any, how: str, warm: bool) -> None:

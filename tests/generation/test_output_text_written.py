@@ -86,6 +86,10 @@ def assert_as_plain(target: Any, name: str, assistant: SpecDecPPAssistant, **how
     assert assistant.stats.drafted > 0
 
 
+@pytest.mark.daily(
+    "processor-chains", "clamp-dyspec", "criterion-dyspec-exact", "earlier tokens-static", "both-lookups",
+    "beside a known processor-captured trees", "criterion-chains", "earlier tokens-chains",
+)  # fmt: skip
 @pytest.mark.parametrize("settings", SETTINGS)
 @NAMES
 def test_as_plain(name: str, settings: str) -> None:
@@ -96,6 +100,7 @@ def test_as_plain(name: str, settings: str) -> None:
     assert generated(target, name)[0] != target.generate(prompt(9), do_sample=False, max_new_tokens=24).tolist()
 
 
+@pytest.mark.daily("independent-chains", "conditioned-dyspec", "eagle3-chains", "pard-chains")
 @pytest.mark.parametrize("settings", ["chains", "dyspec"])
 @pytest.mark.parametrize("kind", ["independent", "conditioned", "eagle3", "pard"])
 def test_every_kind_of_draft(kind: str, settings: str) -> None:
@@ -111,6 +116,7 @@ def test_batches(name: str) -> None:
     assert_as_plain(target, name, assistant, ids=ids, declared=True)
 
 
+@pytest.mark.daily("criterion", "both", "earlier tokens")
 @NAMES
 def test_states_that_are_computed_again(name: str) -> None:
     """A recurrent target reads accepted tokens again after a rejection: as it has read them before."""
@@ -121,6 +127,10 @@ def test_states_that_are_computed_again(name: str) -> None:
     assistant.detach()
 
 
+@pytest.mark.daily(
+    "processor-early_exit-chains", "criterion-early_exit-lookups", "earlier tokens-early_exit-captured trees",
+    "both-conditioned-chains", "beside a known processor-early_exit-chains",
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "settings"), [
     ("early_exit", "chains"), ("early_exit", "lookups"), ("early_exit", "captured trees"), ("conditioned", "chains"),
 ])  # fmt: skip

@@ -66,6 +66,7 @@ def test_a_left_padded_prompt() -> None:
     assert padded_rate == assistant.stats.acceptance_rate, "and to the draft"
 
 
+@pytest.mark.daily("None-static", "dyspec-dynamic")
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_padding_that_eager_attention_turns_into_nan(tree: Any, how: dict[str, Any]) -> None:

@@ -200,6 +200,7 @@ def test_suspicions_add_up() -> None:
     assert "inspect" not in looked_up.verdict, "rounds in which it drafted nothing do not count"
 
 
+@pytest.mark.daily("None-2", "dyspec-1")
 @pytest.mark.parametrize(("tree", "rows"), [(None, 1), (None, 2), ("dyspec", 1)])
 def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int) -> None:
     target, knobs = tiny("llama"), SpeculationConfig("fixed", num_tokens=2, tree=tree, tree_budget=4)

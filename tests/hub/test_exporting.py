@@ -20,10 +20,7 @@ from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, random_f
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import serving
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig, serving
 from hf_specdecpp.hub.exporting import draft_length, export
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model

@@ -17,9 +17,7 @@ from support.runs.hub_server import HubServer, hub_env
 from support.targets.models import partly_agreeing, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.loading import load_model_config, load_tokenizer
 
 SPECULATION = SpeculationConfig("threshold", threshold=0.3, max_tokens=7)

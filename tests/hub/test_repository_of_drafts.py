@@ -17,9 +17,7 @@ from support.runs.hub_server import HubServer
 from support.targets.models import partly_agreeing, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 
@@ -37,6 +35,7 @@ def committed(hub: HubServer, folder: Path, seed: int = 1, words: list[str] | No
     return hub.commit("org/small", files)
 
 
+@pytest.mark.daily("v1-assist", "dev-from_draft", "the hash-assist")
 @WAYS
 @pytest.mark.parametrize("revision", ["v1", "dev", "the hash"])
 def test_the_revision_is_stored_as_its_commit(
@@ -105,6 +104,7 @@ def test_token_and_cache_reach_every_read(
     assert torch.equal(repos.estimates(again), expected)
 
 
+@pytest.mark.daily("at once-both", "later-another cache", "from a saved assistant-another revision")
 @pytest.mark.parametrize("place", ["another cache", "another revision", "both"])
 @pytest.mark.parametrize("attach", ["at once", "later", "from a saved assistant"])
 def test_tokenizers_are_compared_wherever_they_are(

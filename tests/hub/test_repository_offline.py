@@ -11,8 +11,7 @@ from support.targets.models import partly_agreeing, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, pipeline
 from typer.testing import CliRunner
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.models.loading import load_model, load_model_config
 

@@ -19,10 +19,9 @@ from support.targets.models import tiny
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.conversion import convert
 from hf_specdecpp.hub.inspection import RepositoryReport, inspect

@@ -18,8 +18,7 @@ from support.targets.snapshots import hash_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specdecpp
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.trees.growth import Growth

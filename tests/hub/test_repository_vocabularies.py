@@ -14,10 +14,7 @@ from support.runs.hub_server import HubServer, point_client_at
 from support.targets.models import partly_agreeing, prompt, tiny
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import files
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist, files
 from hf_specdecpp.models import loading
 
 OTHER_WORDS = ["<unk>", *(f"v{i}" for i in range(1, 48))]

@@ -14,8 +14,7 @@ from support.runs.free_port import free_port
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation.entry import attached
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")

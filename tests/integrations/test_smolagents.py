@@ -13,8 +13,7 @@ from support.enumeration.mutants import accept_everything
 from support.files.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 smolagents = pytest.importorskip("smolagents", reason="make test-integrations installs it")
 

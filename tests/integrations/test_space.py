@@ -23,8 +23,7 @@ from support.targets.families import informed_draft
 from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 pytest.importorskip("gradio", reason="make test-space installs it")
 

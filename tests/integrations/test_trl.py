@@ -22,9 +22,7 @@ from support.files.repos import WORDS, ending_tokenizer
 from support.targets.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.models import early_exit
 from hf_specdecpp.models.causal_lm import base_model

@@ -53,7 +53,7 @@ def test_peft_model(target: PreTrainedModel, draft: str, tmp_path: Path) -> None
         SpecDecPPAssistant.from_draft(wrapped, target, adapter=folder)
 
 
-@pytest.mark.daily("llama-True", "gemma2-False")
+@pytest.mark.daily("gemma2-False")
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_adapter_on_an_early_exit(family: str, merge: bool, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Hooks and replaced forwards of users are found, with their places; those of torch, transformers and accelerate are
-not reported."""
+"""Replaced forwards of users are found, with their places; those of torch, transformers and accelerate are not
+reported. What else users put on a model is in `tests/generate/test_foreign_code.py`."""
 
 import functools
 from collections.abc import Callable
@@ -19,50 +19,8 @@ def names(target: Any) -> list[str]:
     return [each.name for each in foreign_code(target)]
 
 
-def steer(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    return output
-
-
-class Steering:
-    def __call__(self, *_: Any) -> None: ...
-
-    def method(self, *_: Any) -> None: ...
-
-
 class Hook(ModelHook):
     """Of a user, by accelerate."""
-
-
-HOOKS: dict[str, tuple[Any, str]] = {
-    "function": (steer, "steer"),
-    "lambda": (lambda *_: None, "<lambda>"),
-    "partial": (functools.partial(steer), "steer"),
-    "object": (Steering(), "Steering"),
-    "method": (Steering().method, "method"),
-    "in torch's context": (torch.no_grad()(steer), "steer"),
-    "compiled": (torch.compile(steer), "steer"),
-    "builtin": (print, "print"),
-}
-
-
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-def test_a_hook_is_found(name: str, kind: str) -> None:
-    target = tiny("llama")
-    assert names(target) == []
-    handle = getattr(target.model.layers[1].mlp, kind)(HOOKS[name][0])
-    (found,) = names(target)
-    assert found.startswith(f"a hook of {type(target.model.layers[1].mlp).__name__}, {HOOKS[name][1]}")
-    handle.remove()
-    assert names(target) == []
-
-
-def test_a_hook_of_all_modules_is_found() -> None:
-    handle = nn.modules.module.register_module_forward_hook(steer)
-    try:
-        assert names(tiny("llama")) == [f"a hook of all modules, steer ({__name__})"]
-    finally:
-        handle.remove()
 
 
 def replaced(old: Any) -> Any:
@@ -105,20 +63,3 @@ def test_a_replaced_forward_is_found(name: str) -> None:
     found = names(target)
     assert bool(found) == is_foreign
     assert all(type(target.model.layers[1].mlp).__name__ in each or "Hook" in each for each in found)
-
-
-def test_a_forward_replaced_in_a_class_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny("llama", num_hidden_layers=2)
-    kind: Any = type(target.model.layers[0].mlp)
-    monkeypatch.setattr(kind, "forward", replaced(kind.forward))
-    assert [each.startswith(f"a forward of {kind.__name__}, ") for each in names(target)] == [True]
-
-
-def test_a_module_of_the_users_own_class_is_found() -> None:
-    class Own(nn.Module):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden
-
-    target = tiny("llama")
-    target.model.layers[1].mlp = Own()
-    assert [each.startswith("a forward of Own, ") for each in names(target)] == [True]

@@ -102,6 +102,7 @@ def test_numbers_of_the_final_state(family: str) -> None:
     assert not torch.equal(found, returned(target, reader_of(target, [], True))[1])
 
 
+@pytest.mark.daily("eager-conditioned", "sdpa-eagle3")
 @pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_outputs_that_a_user_asks_for(kind: str, attention: str) -> None:

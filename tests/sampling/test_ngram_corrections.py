@@ -140,21 +140,6 @@ def test_its_memory_is_what_is_documented_and_never_grows() -> None:
     assert sum(each.nbytes for each in (table.ids, table.probs, table.keys)) == size
 
 
-def test_a_small_vocabulary_and_unknown_tokens() -> None:
-    table = NgramCorrections(4, CPU)
-    table.record(contexts(9, 3), torch.eye(4)[:2] * 50.0)  # a prompt may end with what no logits belong to
-    assert table.probs[3].max() == table.probs[4].max() == 1.0
-    assert_close(*(table.mixed(contexts(*two), torch.zeros(2, 4), True) for two in ((9, 1_000), (4, 4))))
-
-
-def test_what_is_no_number_counts_for_nothing() -> None:
-    table = NgramCorrections(VOCAB, CPU)
-    table.record(contexts(1, 2), torch.stack([torch.full((VOCAB,), torch.nan), torch.full((VOCAB,), torch.inf)]))
-    assert not table.probs.any()
-    scores = torch.randn(1, VOCAB)
-    assert_close(table.mixed(contexts(1), scores, True), scores)
-
-
 def taught() -> NgramCorrections:
     table = NgramCorrections(VOCAB, CPU)
     for _ in range(20):

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -44,7 +43,7 @@ def texts(target: CausalLM, assistant: SpecDecPPAssistant | None, seeds: Any = r
     return found
 
 
-@pytest.mark.daily("independent", "eagle3")
+@pytest.mark.daily("eagle3")
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target: CausalLM, kind: str) -> None:
     reads = kind in ("conditioned", "eagle3")

@@ -50,6 +50,7 @@ from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, War
 FAST, SLOW = 10, 2000
 
 
+@pytest.mark.daily("0", "1")
 @pytest.mark.takes(2)
 @pytest.mark.parametrize("part", range(4))
 def test_questions_of_random_calls(part: int) -> None:
@@ -200,7 +201,7 @@ OF_TRANSFORMERS = [
 ]
 
 
-@pytest.mark.daily("*-chain", "*-static tree")
+@pytest.mark.daily("*-chain", "guidance-*tree", "no_repeat_ngram_size-*tree", "watermark by itself-static tree")
 @pytest.mark.parametrize("way", [*WAYS, *CAPTURED])
 @pytest.mark.parametrize("name", [*IN_ORDER, *WITHOUT_STATE])
 def test_questions_of_transformers_own(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def adjusted(target: Any, way: str, name: str) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-@pytest.mark.daily("n-grams", "suppressed", takes=3)
+@pytest.mark.daily("n-grams", takes=3)
 @pytest.mark.parametrize("name", ADJUSTED)
 def test_a_criterion_that_changes_a_processor(name: str) -> None:
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
@@ -117,7 +117,7 @@ class Narrow(LogitsProcessor):
 RECORDED: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
 
 
-@pytest.mark.daily("free-torch.bfloat16", "in order-torch.float64", takes=3)
+@pytest.mark.daily("in order-torch.float64", takes=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("is_free", [False, True], ids=["in order", "free"])
 def test_processors_that_return_another_precision(is_free: bool, dtype: torch.dtype) -> None:

@@ -20,11 +20,9 @@ from support.targets.zoo import tiny_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.cli_options import ChatConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.terminal import chat as chats
 from hf_specdecpp.terminal.chat import Chat, _Shown
 from hf_specdecpp.terminal.listener import without_controls

@@ -18,10 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist
 from hf_specdecpp.terminal.listener import GUESSED, PAUSE, Answer, Listener, Token, picture
 
 MOST = 24
@@ -65,6 +62,7 @@ def informed(target: Any, speculation: SpeculationConfig) -> SpecDecPPAssistant:
     return SpecDecPPAssistant.from_draft(informed_draft(plain, 48), target, speculation=speculation)
 
 
+@pytest.mark.daily("greedy-chain", "sampled-tree")
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 def test_candidates_are_those_of_the_rounds(speculation: SpeculationConfig, sample: bool, accepted: list[int]) -> None:
@@ -83,6 +81,7 @@ def test_candidates_that_were_looked_up(accepted: list[int]) -> None:
     assert any(each.accepted for each in said)
 
 
+@pytest.mark.daily("tree")
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_text_may_end_with_a_candidate(speculation: SpeculationConfig, accepted: list[int]) -> None:
     """At some of these ends the last token is a candidate, at others the target's own. The mutant, which does not ask

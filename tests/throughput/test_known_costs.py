@@ -137,7 +137,7 @@ def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> Plan:
     return learned.plan
 
 
-@pytest.mark.daily("chains", "static")
+@pytest.mark.daily("chains")
 @pytest.mark.usefixtures("wrong")
 @pytest.mark.parametrize("kind", KINDS)
 def test_costs_follow_the_rounds(kind: str) -> None:
@@ -205,21 +205,6 @@ def test_assumed_costs_become_seconds() -> None:
     assert alone.draft == pytest.approx(0.002), "nothing was drafted: its share of a pass"
 
 
-def test_a_round_is_its_drafting_and_the_rest() -> None:
-    clock = Clock()
-    times = RoundTimes(clock)
-    for drafted, width in ((DraftWork(3, read=2), 4), (DraftWork(), 1), (None, 4)):
-        times.begin_round()
-        clock.now += 0.005
-        times.drafted(drafted)
-        clock.now += 0.030
-        times.end(200, width)
-    assert times.passes == {8: {4: pytest.approx([0.030, 0.030]), 1: pytest.approx([0.030])}}
-    ((drafting, seconds),) = times.drafts[8]
-    assert drafting == DraftWork(3, read=2)
-    assert seconds == pytest.approx(0.005)
-
-
 # What follows for the costs. ------------------------------------------------------------------------------------------
 
 
@@ -233,12 +218,6 @@ def test_one_text_changes_no_cost_by_more_than_twice() -> None:
     costs = corrected(MEASURED, {1: [1.0] * 100, 2: [1.0] * 100}, [(DraftWork(1), 1.0)] * 100)
     for new, old in zip((*costs.verify, costs.draft), (*MEASURED.verify, MEASURED.draft), strict=True):
         assert 1.9 * old < new <= 2.0 * old
-
-
-def test_wider_passes_than_were_measured_are_learned() -> None:
-    costs = corrected(MEASURED, {4: [0.015] * 1000}, [])
-    assert len(costs.verify) == 4
-    assert costs.verify[3] == pytest.approx(0.035, rel=0.01), "half of the 0.07 that the straight line says"
 
 
 @pytest.mark.parametrize("start", [0.001, 0.0])
@@ -299,10 +278,3 @@ def test_each_length_has_its_costs() -> None:
     assert known.at(9000) == known.at(4000), "the nearest that is known"
     assert known.at(150) == known.at(50)
     assert known.first == MEASURED
-
-
-def test_a_form_is_made_of_what_was_learned() -> None:
-    known = known_costs.KnownCosts(MEASURED, lambda costs: costs.scaled(1 / 2))
-    assert known.at(0) == MEASURED.scaled(1 / 2)
-    known.update(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
-    assert known.at(0).verify == pytest.approx((0.010, 0.015), rel=0.01)

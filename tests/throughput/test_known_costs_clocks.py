@@ -90,6 +90,7 @@ def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.Monke
     assert "ZeroDivisionError('of no importance')" in said[0]
 
 
+@pytest.mark.daily("backwards")
 @pytest.mark.parametrize("clock", ["stands", "backwards"], indirect=True)
 @pytest.mark.usefixtures("clock")
 def test_products_stay_pytorch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,11 +110,6 @@ def test_costs_of_an_idle_machine_are_put_right_on_a_busy_one(true: Costs, seed:
     assert rate_after_ten_texts(Costs(true.draft * rng.uniform(1.0, 3.0), verify, start=true.start), true) > 0.97
 
 
-def test_costs_of_another_processor_are_put_right() -> None:
-    assert rate_after_ten_texts(costs(DIP), costs(LINE)) > 0.97
-    assert rate_after_ten_texts(costs(LINE), costs(DIP)) > 0.97
-
-
 def test_costs_that_never_change_stay_wrong() -> None:
     """The mutant: without following the rule is far behind."""
     wrong = costs((20.0, *(3.0 * each for each in LINE[1:])))
@@ -160,7 +155,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.daily("dyspec-conditioned", takes=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_a_text_rests_until_a_probe_can_be_paid(kind: str, tree: str | None, noted: list[str]) -> None:

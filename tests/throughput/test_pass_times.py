@@ -10,7 +10,7 @@ from support.targets.watchers import unnoticed
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput import pass_times
-from hf_specdecpp.throughput.pass_times import EVERY, KEPT, WARM, PassTimes, pass_times_of
+from hf_specdecpp.throughput.pass_times import EVERY, WARM, PassTimes, pass_times_of
 
 
 class Products:
@@ -79,14 +79,6 @@ def test_a_busy_machine_shows_in_both(busy: float) -> None:
     assert (plain, same) == pytest.approx((busy * 0.135, busy * 0.110))
 
 
-def test_a_pass_over_one_token_takes_a_quarter_at_least() -> None:
-    """Whatever was measured of products: theirs are made up for a machine that is ten times as slow."""
-    assert times_of((4, 0.012, 0.012)).seconds(1, 1, PRODUCTS)[1] == pytest.approx(0.003, rel=0.5)
-    products: Any = Products()
-    products.copied = {1: 0.1, 4: 9.0}
-    assert times_of((4, 1.0, 1.0), products=products).seconds(1, 1, products)[1] == pytest.approx(0.25)
-
-
 def test_where_products_say_nothing_passes_are_made_beside_the_rounds() -> None:
     times = PassTimes()
     assert times.seconds(1, 9, NONE) == times.seconds(1, 9, PRODUCTS) == (None, None)
@@ -110,13 +102,6 @@ def test_clocks_that_stand_or_go_back(seconds: float) -> None:
     assert plain is not None
     assert same is not None
     assert 0.0 < same <= plain < float("inf")
-
-
-def test_the_latest_passes_are_kept() -> None:
-    times = times_of(*[(4, 0.1, 0.1)] * (KEPT + 10))
-    assert len(times._latest) == KEPT
-    times.record_pass(1, 0.0, 0.1, 1, PRODUCTS)
-    assert times._latest[-1].tokens == 1
 
 
 # In texts. ------------------------------------------------------------------------------------------------------------

@@ -9,14 +9,7 @@ import pytest
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.throughput import round_shapes
-from hf_specdecpp.throughput.round_shapes import (
-    TREES,
-    FastestShapes,
-    RoundSeconds,
-    RuleShapes,
-    chains_up_to,
-    lookups_up_to,
-)
+from hf_specdecpp.throughput.round_shapes import TREES, FastestShapes, RuleShapes, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree
 
 TREE_STEPS = {TREES[0]: 1.3, TREES[1]: 1.5}  # times those of a chain of this depth
@@ -85,20 +78,6 @@ def throughput(step: float = 0.55) -> FastestShapes:
     return most
 
 
-def test_seconds_of_shapes_that_have_not_run() -> None:
-    """Those of the docstring; a tree has to be tried, and the shortest known chain is the least."""
-    seconds = RoundSeconds()
-    for levels, taken in ((3, 5.0), (0, 4.0), (7, 7.0)):
-        seconds.record_round(RoundShape(levels), taken)
-    assert [seconds.of(RoundShape(levels)) for levels in (0, 3, 5, 7, 14)] == pytest.approx([4.0, 5.0, 6.0, 7.0, 10.0])
-    assert seconds.of(TREES[0]) == np.inf
-    seconds.record_round(TREES[0], 6.0)
-    assert seconds.of(TREES[0]) == 6.0
-    alone = RoundSeconds()
-    alone.record_round(RoundShape(3), 5.0)
-    assert [alone.of(RoundShape(levels)) for levels in (1, 3, 9)] == [5.0, 5.0, 5.0]
-
-
 @pytest.mark.daily("0.1-(0.8, 0.12)", "0.1-(0.5, 0.02)", "0.55-(0.8, 0.02)", "0.55-(0.02, 0.01)", "3.0-(0.5, 0.3)")
 @pytest.mark.parametrize("chances", [(0.8, 0.12), (0.8, 0.02), (0.5, 0.3), (0.5, 0.02), (0.02, 0.01)], ids=str)
 @pytest.mark.parametrize("step", [0.1, 0.55, 3.0])
@@ -131,21 +110,6 @@ GIVEN = [RoundShape(0, given=count) for count in (3, 7, 12)]
 
 def lookups(*estimates: float, count: int = 0) -> Any:
     return SimpleNamespace(estimates=list(estimates), count_alone=lambda: count)
-
-
-def test_shapes_of_lookups() -> None:
-    assert lookups_up_to(12) == GIVEN
-    assert [shape.nodes for shape in lookups_up_to(2)] == [2]
-    assert [shape.nodes for shape in lookups_up_to(63)] == [3, 7, 15, 31]
-
-
-def test_seconds_of_lookups_are_no_seconds_of_drafts() -> None:
-    """Shapes that were not timed get seconds from timed shapes of their kind and from rounds without candidates."""
-    seconds = RoundSeconds()
-    seconds.time([*chains_up_to(7), *GIVEN], lambda shape: 4.0 + shape.levels + 0.1 * shape.given)
-    assert [seconds.of(shape) for shape in GIVEN] == pytest.approx([4.3, 4.7, 5.2])
-    assert seconds.of(RoundShape(5)) == 9.0
-    assert seconds.of(RoundShape(0, given=1)) == pytest.approx(4.1)
 
 
 def test_lookups_are_taken_where_more_tokens_a_second_are_expected() -> None:

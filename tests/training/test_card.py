@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import inspection
-from hf_specdecpp.hub.publishing import make_card, no_id, opening, unhelped
+from hf_specdecpp.hub.publishing import make_card, opening, unhelped
 from hf_specdecpp.hub.repository import load_config, load_head
 from hf_specdecpp.training import calibration, evaluation, recorded_chains, rollouts
 from hf_specdecpp.training import card as card_stage
@@ -234,7 +234,7 @@ def test_the_card_names_the_runs_that_came_before(run: TrainingConfig) -> None:
     ) < text.index("That run continued another run, of 567 tokens and 3 epochs. Its settings were not stored.\n")
 
 
-@pytest.mark.takes(2)
+@pytest.mark.slow
 def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_chains, "STARTS", 3)
     config = training_run(tmp_path, early_exit=True, epochs=1.0)
@@ -265,6 +265,7 @@ def rarely(run: TrainingConfig, folder: Path, accepted: float, **changes: Any) -
     return replace(run, output=str(folder / "out"), work_dir=str(folder / "work"), **changes)
 
 
+@pytest.mark.daily("0.099-False", "0.1-True")
 @pytest.mark.parametrize(("accepted", "is_enough"), [(0.031, False), (0.099, False), (0.1, True), (0.8, True)])
 def test_what_is_hardly_accepted_is_not_to_be_used(
     accepted: float, is_enough: bool, run: TrainingConfig, tmp_path: Path
@@ -298,14 +299,6 @@ def test_a_folder_is_no_id(run: TrainingConfig, tmp_path: Path) -> None:
     report = inspection.inspect(Repository(str(card_stage.run(known))))
     assert not [each for each in report.traps if "target_id" in each]
     assert "first set target_id" not in card_stage.summary(known)
-
-
-@pytest.mark.parametrize(("name", "is_none"), [
-    ("org/target", False), ("target", True), ("/home/me/target", True), ("./target", True), ("~/target", True),
-    ("gpt2", True), (None, False), ("", False), ("org/repo/folder", False),
-])  # fmt: skip
-def test_names_that_are_no_ids(name: str | None, is_none: bool) -> None:
-    assert no_id(name) is is_none
 
 
 @pytest.mark.parametrize(("tokens", "is_little"), [(469, True), (49_999, True), (50_000, False)])

@@ -24,21 +24,15 @@ from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import calibration, evaluation, recorded_chains
 from hf_specdecpp.training import head as head_fitting
-from hf_specdecpp.training.calibration import calibrate, survival
+from hf_specdecpp.training.calibration import calibrate
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import (
-    Outcome,
-    equal_verification,
-    outcome,
-    stop_lengths,
-    survivals,
-)
+from hf_specdecpp.training.evaluation import Outcome, equal_verification, outcome, stop_lengths, survivals
 from hf_specdecpp.training.models import Trained, load_head, save_head
 
 JUDGES = {"head", "draft probability", "draft probability, calibrated"}
 
 
-@pytest.fixture(scope="module", params=["before", "after"])
+@pytest.fixture(scope="module", params=["before", pytest.param("after", marks=pytest.mark.slow)])
 def fitted(request: pytest.FixtureRequest) -> TrainingConfig:
     return evaluated(request.param)
 
@@ -104,7 +98,7 @@ def test_the_rival_is_calibrated_like_the_head(fitted: Any) -> None:
     assert float((expected - q).abs().max()) > 1e-2, "another estimate than q itself"
 
 
-@pytest.mark.daily("before-head-0.95", "after-draft probability-0.99")
+@pytest.mark.daily("before-head-0.95")
 @pytest.mark.parametrize(("judge", "threshold"), [("head", 0.95), ("draft probability", 0.99)])
 def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: float) -> None:
     """Greedy drafts of both: same tokens, so the lengths must agree."""
@@ -257,12 +251,6 @@ def test_positions_with_few_candidates_share_a_temperature() -> None:
     assert len(calibrate(torch.randn(len(index)), torch.rand(len(index)), index).temperatures) == 5
     values = Calibration(0.0, [1.0, 2.0]).apply(torch.ones(4), torch.arange(4))
     assert_close(values, torch.tensor([1.0, 0.5, 0.5, 0.5]))
-
-
-def test_survival() -> None:
-    table = survival(torch.tensor([0.5, 0.5, 0.2, 0.9]), torch.tensor([0, 1, 0, 0]))
-    expected = torch.tensor([[0.5, 0.25], [0.2, float("nan")], [0.9, float("nan")]], dtype=torch.float64)
-    assert_close(table, expected, equal_nan=True, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("inputs", ["before", "after"])

@@ -79,15 +79,6 @@ def test_wrong_labels_do_not(mutant: Callable[..., Any]) -> None:
     assert max(errors) > 1e-3
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_reach_is_the_chance_that_all_before_were_rejected(seed: int) -> None:
-    p, q = p_and_q(seed, (3, VOCAB))
-    drawn = draw_siblings(q, 3, torch.Generator().manual_seed(seed))
-    label, reach = sibling_labels(p, drawn.drawn_from, drawn.tokens)
-    assert_close(reach[:, 0], torch.ones(3, dtype=torch.float64))
-    assert_close(reach[:, 2], (1 - label[:, 0]) * (1 - label[:, 1]))
-
-
 def test_siblings_are_distinct_and_know_what_they_were_drawn_from() -> None:
     _, q = p_and_q(1, (50, VOCAB))
     drawn = draw_siblings(q, VOCAB, torch.Generator().manual_seed(0))
@@ -98,12 +89,6 @@ def test_siblings_are_distinct_and_know_what_they_were_drawn_from() -> None:
             before = drawn.tokens[row, :j].tolist()
             assert_close(drawn.drawn_from[j][row], remaining(q[row], before))
             assert_close(drawn.mass[row, j], q[row, before].sum())
-
-
-def test_the_first_sibling_is_drawn_from_q() -> None:
-    q = torch.tensor([0.6, 0.3, 0.1]).expand(20_000, 3)
-    first = draw_siblings(q, 2, torch.Generator().manual_seed(0)).tokens[:, 0]
-    assert_close(first.bincount() / 20_000, q[0], atol=0.02, rtol=0)  # six standard deviations
 
 
 def test_a_distribution_that_runs_out_of_tokens_says_so() -> None:

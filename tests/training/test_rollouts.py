@@ -54,6 +54,7 @@ def test_greedy_rows_are_those_of_generate(config: TrainingConfig) -> None:
     assert sum(record[split]["answer_tokens"] for split in SPLITS) == written
 
 
+@pytest.mark.daily("gemma2")
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])  # positions in a table, and a sliding window
 def test_left_padding_changes_nothing(config: TrainingConfig, tmp_path: Path, family: str) -> None:
     # In float32, since transformers' eager attention makes NaN of padding in float64.
@@ -80,6 +81,7 @@ def test_a_full_context_does_not_stop_the_batch(config: TrainingConfig, tmp_path
         assert (len(row["input_ids"]), row["finished"]) == (9, False)
 
 
+@pytest.mark.daily("8")
 @pytest.mark.parametrize("batch_size", [8, NUM_PROMPTS])
 def test_finished_answers_leave_the_batch(
     config: TrainingConfig, tmp_path: Path, batch_size: int, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +99,7 @@ def test_finished_answers_leave_the_batch(
         assert row["input_ids"] == greedy(config.target, row["input_ids"][: row["prompt_length"]]), row["prompt_id"]
 
 
+@pytest.mark.daily("2")
 @pytest.mark.parametrize("top_k", [2, 0])
 def test_samples_follow_temperature_and_top_k_alone(config: TrainingConfig, tmp_path: Path, top_k: int) -> None:
     model = tiny("llama", seed=4)
@@ -198,6 +201,7 @@ def test_names_of_test_sets(config: TrainingConfig) -> None:
     assert rollouts.sets_to_evaluate(config) == dict(zip(names, config.evaluation.data, strict=True))
 
 
+@pytest.mark.daily("writing")
 @pytest.mark.parametrize("moment", ["answering", "writing"])
 def test_a_killed_run(config: TrainingConfig, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the middle of the third shard: while the target answers, or with half a file written."""

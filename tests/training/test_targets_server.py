@@ -38,7 +38,7 @@ def model(path: str, body: dict[str, Any], target: str) -> Reply:
     return 200, {"choices": [{"text": text, "index": 0, "finish_reason": "stop" if ended else "length"}]}
 
 
-@pytest.mark.daily("failures0", "failures3")
+@pytest.mark.daily("failures3")
 @pytest.mark.parametrize("failures", [[], [500], [429, 503, 0], [0, 500, 500, 500, 500]])
 def test_rows_are_those_of_the_local_target(tmp_path: Path, target: str, failures: list[int]) -> None:
     """Also after failures that pass."""

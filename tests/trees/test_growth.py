@@ -15,7 +15,6 @@ from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scal
 from hf_specdecpp.sampling.randomness import (
     BLOCK,
     Inverted,
-    Likeliest,
     Randomness,
     Ranked,
     Siblings,
@@ -24,8 +23,8 @@ from hf_specdecpp.sampling.randomness import (
 from hf_specdecpp.trees import growth as algorithms
 from hf_specdecpp.trees import shapes as of_trees
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer
-from hf_specdecpp.trees.head_siblings import _entropies, _likeliest, sibling_features
+from hf_specdecpp.trees.growth import Growth, Slots
+from hf_specdecpp.trees.head_siblings import _likeliest, sibling_features
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -111,22 +110,6 @@ def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Ra
             accepted.append(sum(chances(tree_growth.tree)))
         means.append(statistics.mean(accepted))
     assert means[1] > 0.95 * means[0]
-
-
-class Halved(algorithms.SlotValuation):
-    """Acceptance is half of what is estimated."""
-
-    def calibrated(self, estimate: float) -> float:
-        return 0.5 * estimate
-
-
-def test_the_pace_learns_from_calibrated_estimates() -> None:
-    """By which slots are split: thresholds from others would be those of another draft."""
-    pace = algorithms.ThresholdSchedule()
-    grown = Growth(RandomDraft("mixed", 0), Slots(DraftProbability(), valuation=Halved()), 0, 8)
-    algorithms.grow_by_level(grown, 16, pace)
-    mean = 0.5 * statistics.mean(grown.tree.estimates[1:])
-    assert pace.estimate == pytest.approx(0.7 + 0.5 * (mean - 0.7)), "the initial value counts as one tree"
 
 
 def test_a_fixed_threshold_leaves_the_budget_unused() -> None:
@@ -225,43 +208,6 @@ def test_draws_without_replacement(draws) -> None:
     chi_square = sum((counts[pair] - expected[pair]) ** 2 / expected[pair] for pair in counts)
     assert chi_square < 31.3, counts  # 11 degrees of freedom, p = 0.001
     assert [siblings.draw_next(0) is None for _ in range(3)] == [False, False, True]
-
-
-@pytest.mark.parametrize("vocab", [100, BLOCK, 2 * BLOCK + 7])
-@pytest.mark.parametrize("ordered", [Likeliest, lambda q: Ranked(q, q, ahead=3)])
-def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings], vocab: int) -> None:
-    q = torch.rand(2, vocab).softmax(-1)
-    q[1, ::3] = 0.0
-    siblings, expected = ordered(q.clone()), q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
-    assert [siblings.draw_next(1) for _ in expected] == [(int(token), float(q[1, token])) for token in expected]
-    assert siblings.draw_next(1) is None
-    assert siblings.draw_next(0)[0] == int(q[0].argmax())  # type: ignore[index]
-
-
-def test_a_softmax_buffer_is_used_again() -> None:
-    buffer, scores = SoftmaxBuffer(3), torch.randn(2, 5)
-    for _ in range(2):
-        buffer.used = 0
-        first, second = buffer.softmax(scores), buffer.softmax(-scores)  # the second finds no room
-        torch.testing.assert_close(first, scores.softmax(-1))
-        torch.testing.assert_close(second, (-scores).softmax(-1))
-    buffer.used = 0
-    assert buffer.softmax(-scores).data_ptr() == first.data_ptr()
-    buffer.used = 0
-    nothing = torch.full((2, 5), float("-inf"))
-    nothing[0, 3] = 0.0
-    assert buffer.softmax(nothing).tolist() == [[0, 0, 0, 1, 0], [0] * 5], "no token is left in the second row"
-    buffer.used = 0
-    assert buffer.softmax(scores[:1]).data_ptr() != buffer.softmax(scores[:1]).data_ptr()
-
-
-def test_entropies_with_forbidden_tokens() -> None:
-    scores = 3.0 * torch.randn(4, 50)
-    scores[1:, ::2] = float("-inf")
-    scores[3, 1:] = float("-inf")
-    scores[3, 0] = 2.0
-    q = scores.softmax(-1)
-    torch.testing.assert_close(_entropies(q, scores), torch.special.entr(q).sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_is_told_what_it_was_trained_on() -> None:

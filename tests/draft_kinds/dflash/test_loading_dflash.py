@@ -11,13 +11,10 @@ from support.files.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Chec
 from support.targets.models import prompt
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings, read_settings, usual_reads
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashModel
 from hf_specdecpp.draft_kinds.known import DFLASH, recognise
-from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.known_costs import Rounds
 
 PLAIN = VARIANTS["plain"]
 
@@ -40,15 +37,6 @@ def test_an_object_without_a_name_is_stored_whole(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "dflash": None}))
     with pytest.raises(ValueError, match="does not describe .dflash. what is in dflash.safetensors"):
         load(tmp_path)
-
-
-def test_a_block_is_one_price(tmp_path: Path) -> None:
-    draft = load(PLAIN.save(tmp_path)).ready_drafter()
-    costs = Rounds(target_for(), draft, DraftProbability(), draft.places, trees=True).assumed()
-    assert (costs.block, costs.start) == (4, 0.0)
-    one, *_, four = costs.round_seconds(4)[1:] - costs.verify_seconds(4)[1:]
-    assert four < 2.0 * one
-    assert costs.read > 0.0
 
 
 def test_the_usual_layers() -> None:
@@ -89,17 +77,6 @@ def test_configs(name: str, tmp_path: Path) -> None:
 def test_a_reduced_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no d2t, which says what its 8 tokens are among the target's 12"):
         load(PLAIN.save(tmp_path, "speculators", draft_vocab_size=8))
-
-
-@pytest.mark.parametrize("name", [
-    "markov_head.markov_w1.weight", "candidate_selector.successor_codebook", "layers.0.mlp_conv.weight", "mask_hidden",
-    "prefix_gru.weight_ih_l0", "layers.0.self_attn.attention_sink_bias", "mask_embedding",
-])  # fmt: skip
-def test_tensors_of_other_drafts(name: str, tmp_path: Path) -> None:
-    """Of DSpark, DFlash2, P-EAGLE, Domino, and of drafts with attention sinks or an embedding for mask tokens."""
-    folder = edited(PLAIN.save(tmp_path), **{name: torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match=f"not a DFlash draft of the form that this package reads: unexpected {name}"):
-        load(folder)
 
 
 # What DFlash checkpoints of others say in several ways, and what of their target is in their files. -------------------

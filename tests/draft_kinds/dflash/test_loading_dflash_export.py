@@ -13,8 +13,7 @@ from support.targets.models import prompt
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.hub.exporting import export
@@ -41,6 +40,7 @@ def along(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[Tensor, Tens
     return torch.stack([each for each, _ in found]), torch.stack([each for _, each in found])
 
 
+@pytest.mark.daily("DFlash", "DFlash, first row", "deepspec", "speculators", "gated, prefixed", "reduced")
 @pytest.mark.parametrize("name", DRAFTS)
 def test_it_drafts_the_same_and_its_confidence_is_that_of_the_head(name: str, tmp_path: Path) -> None:
     assistant, target, _ = given_back(name, tmp_path)

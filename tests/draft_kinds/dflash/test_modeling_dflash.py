@@ -3,7 +3,6 @@
 And beside transformers' own class and generator, with the same weights, where they are."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,14 @@ from support.files.dflash_files import (
 )
 from support.targets.formulas import attended, close, rms, rotated, states_of
 from support.targets.models import prompt
-from support.targets.rounds_anew import check_rounds, proposed
+from support.targets.rounds_anew import begun, block_of, check_rounds, proposed
 from support.targets.zoo import tiny_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
-from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.training.distillation.unrolling import in_blocks
-from hf_specdecpp.training.recorded_chains import Drawing, draft_chains
 from hf_specdecpp.trees.tree import DraftTree
 
 TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
@@ -50,18 +45,6 @@ CASES = [(name, dialect) for dialect in DIALECTS for name in VARIANTS if name no
 def loaded(checkpoint: Checkpoint, folder: Path, dialect: str, **options: Any) -> tuple[Any, CausalLM]:
     target = target_for(**options)
     return SpecDecPPAssistant.from_pretrained(checkpoint.save(folder, dialect), target=target).ready_drafter(), target
-
-
-def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> DraftingSession:
-    """A session that has drafted at these lengths of the text but for the last, where a round has begun."""
-    session: DraftingSession = draft.session(VOCAB)
-    before = 0
-    for length in lengths:
-        if before:
-            session.propose_next([])
-        session.read_verified(TEXT[:, before:length], 0, states[:, max(before - 1, 0) : length - 1])
-        before = length
-    return session
 
 
 @torch.no_grad()
@@ -98,13 +81,6 @@ def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int
     return logits if checkpoint.samples_anchor else logits[1:]
 
 
-def rows(session: DraftingSession, places: int) -> Tensor:
-    found = [session.propose_next([torch.tensor(0)] * place) for place in range(places)]
-    assert session.propose_next([torch.tensor(0)] * places) is None
-    assert session.passes == 1
-    return torch.stack([each[0] for each in found if each is not None])
-
-
 @pytest.mark.daily(
     "plain-original", "windows, not causal-original", "the last layer read-original", "theta-original",
     "windows alone-transformers", "theta-transformers", "windows alone-speculators", "samples the anchor-speculators",
@@ -117,28 +93,8 @@ def test_every_round(name: str, dialect: str, tmp_path: Path) -> None:
     draft, target = loaded(checkpoint, tmp_path, dialect)
     states = states_of(target, draft, TEXT)
     for count in range(1, len(ROUNDS) + 1):
-        session = begun(draft, states, ROUNDS[:count])
-        close(rows(session, draft.places), formulas(checkpoint, dialect, target, ROUNDS[count - 1]))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@torch.no_grad()
-def test_jetspec(causal: bool, tmp_path: Path) -> None:
-    """`dflash_config.causal_head`: rows of a block see no later rows. So if it is true, the first candidates do not
-    depend on the length of the block, and if it is false, they do."""
-    target, found = target_for(), []
-    for size in (5, 3):
-        checkpoint = Checkpoint(block_size=size)
-        nested = {**checkpoint.config()["dflash_config"], "causal_head": causal}
-        folder = checkpoint.save(tmp_path / str(size), dflash_config=nested)
-        draft = SpecDecPPAssistant.from_pretrained(folder, target=target).ready_drafter()
-        found.append(rows(begun(draft, states_of(target, draft, TEXT), ROUNDS), size - 1))
-        expected = [
-            formulas(replace(checkpoint, is_causal=each), "original", target, ROUNDS[-1]) for each in (True, False)
-        ]
-        close(found[-1], expected[not causal])
-        assert float((found[-1] - expected[causal]).abs().max()) > 1e-2
-    assert (float((found[0][:2] - found[1]).abs().max()) < 1e-5) == causal
+        session = begun(draft, TEXT, ROUNDS[:count], VOCAB, states)
+        close(block_of(session, draft.places), formulas(checkpoint, dialect, target, ROUNDS[count - 1]))
 
 
 def test_the_formulas_differ() -> None:
@@ -162,14 +118,14 @@ def test_a_pause_is_read_at_once(tmp_path: Path) -> None:
     for before, length in ((9, 12), (12, 14)):
         session.read_verified(TEXT[:, before:length], 0, states[:, before - 1 : length - 1])
     assert session.unread == 5
-    close(rows(session, 4), formulas(checkpoint, "original", target, 14))
+    close(block_of(session, 4), formulas(checkpoint, "original", target, 14))
 
 
 @torch.no_grad()
 def test_a_tree_has_the_marginals_by_depth(tmp_path: Path) -> None:
     draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
     states = states_of(target, draft, TEXT)
-    chain, session = rows(begun(draft, states, ROUNDS), 4), begun(draft, states, ROUNDS)
+    chain, session = block_of(begun(draft, TEXT, ROUNDS, VOCAB, states), 4), begun(draft, TEXT, ROUNDS, VOCAB, states)
     tree, path = DraftTree(3), [0]
     for depth in range(4):
         nodes = [tree.add(path[-1], token) for token in (1, 2)]
@@ -188,6 +144,7 @@ def generator() -> Any:
     return pytest.importorskip("transformers.generation.candidate_generator").DFlashTokenCandidateGenerator
 
 
+@pytest.mark.daily("plain", "windows alone")
 @pytest.mark.parametrize("name", ["plain", "windows", "windows alone", "the last layer read"])
 def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block that transformers drafts in a greedy generation is ours, token for token and in its logits."""
@@ -202,7 +159,7 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
     for text, candidates, logits, _ in heard:
         session = draft.session(VOCAB)
         session.read_verified(text, 0, states_of(target, draft, text[:, :-1]))
-        ours = rows(session, 4)
+        ours = block_of(session, 4)
         close(ours, logits)
         assert ours.argmax(-1).tolist() == candidates
     assert all(torch.equal(tensor, before[key]) for key, tensor in theirs.state_dict().items())
@@ -234,7 +191,7 @@ def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for ids, candidates, logits, _ in heard:
         session = draft.session(VOCAB)
         session.read_verified(ids, 0, states_of(target, draft, ids[:, :-1]))
-        ours, cap = rows(session, 4), text.final_logit_softcapping
+        ours, cap = block_of(session, 4), text.final_logit_softcapping
         close(ours, torch.tanh(logits * text.output_multiplier / cap) * cap)
         assert ours.argmax(-1).tolist() == candidates
 
@@ -303,18 +260,6 @@ def test_wrong_masks_are_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -
     assert error(draft, target) > 1e-3
 
 
-@torch.no_grad()
-def test_a_text_in_blocks() -> None:
-    """Of 17 tokens and 4 places the first block begins after token 1, the second after token 5."""
-    draft, target = drafting(VARIANTS["windows"])
-    states = states_of(target, draft, TEXTS)
-    hidden = in_blocks(draft, TEXTS, states)
-    assert hidden.shape == (2, 17, 32)
-    for place in (1, 4, 5, 16):
-        anchor = 1 + (place - 1) // 4 * 4
-        torch.testing.assert_close(hidden[1, place], alone(draft, states, 1, anchor)[place - anchor])
-
-
 PAIRS: dict[str, tuple[Callable[[], CausalLM], str]] = {
     **{name: (target_for, name) for name in ("windows alone", "the last layer read", "samples the anchor", "scaled")},
     # Windows, scaled embeddings and logits of the target's own, and learned positions.
@@ -332,17 +277,3 @@ def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) 
     target = make()
     assistant = assisted(target, VARIANTS[variant], rule="fixed", num_tokens=9, draft_successors=False)
     check_rounds(target, assistant, TEXT, monkeypatch)
-
-
-@torch.no_grad()
-def test_chains_on_a_text_are_those_of_rounds() -> None:
-    """What a head learns from, and what it is calibrated and measured on."""
-    draft, target = drafting(VARIANTS["plain"])
-    states = states_of(target, draft, TEXTS)
-    starts, drawing = torch.tensor([5, 9, 17]), Drawing(lambda x: x.softmax(-1), VOCAB)
-    drafted = draft_chains(draft, TEXTS[0].tolist(), states[:1], starts, 20, drawing)
-    assert drafted.tokens.shape == (3, draft.places)
-    for row, start in enumerate(starts.tolist()):
-        hidden = alone(draft, states, 0, start - 1)
-        torch.testing.assert_close(drafted.hidden[row, : draft.places], hidden)
-        assert torch.equal(drafted.tokens[row], draft.logits(hidden, VOCAB).argmax(-1))

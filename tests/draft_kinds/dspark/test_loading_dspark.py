@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.files.checkpoints import HIDDEN, edited
+from support.files.checkpoints import edited
 from support.files.dspark_files import (
     DEPTH,
     GREEDY,
@@ -15,7 +15,6 @@ from support.files.dspark_files import (
     VOCAB,
     YARN,
     Checkpoint,
-    Formulas,
     target_for,
 )  # fmt: skip
 from support.targets.formulas import states_of
@@ -164,32 +163,6 @@ def test_a_layout_that_is_not_said_is_measured(
     assert assistant.ready_drafter().places == checkpoint.places
 
 
-@pytest.mark.takes(3)
-def test_real_agreement_tells_the_layouts_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of texts whose first candidates are those of the formulas in the right reading."""
-    checkpoint, target = VARIANTS["speculators, silent"], target_for()
-    texts = [1 + prompt(24, seed) % (VOCAB - 2) for seed in range(3)]
-    monkeypatch.setattr(acceptance, "texts_for", lambda *_: texts)
-    rates: list[list[float]] = []
-    real = acceptance.agreement
-
-    def agreement(*arguments: Any) -> list[float]:
-        rates.append(real(*arguments))
-        return rates[-1]
-
-    monkeypatch.setattr(acceptance, "agreement", agreement)
-    SpecDecPPAssistant.from_pretrained(checkpoint.save(tmp_path), target=target)
-    for shares, mutant in zip(rates, ("", "rows off by one"), strict=True):
-        starts = [(text, length) for text in texts for length in range(24 - len(shares), 7, -4)]
-        with torch.no_grad():
-            hits = [
-                int(Formulas(checkpoint, target, text[:, :length], mutant).logits([]).argmax())
-                == int(target(text[:, :length]).logits[0, -1].argmax())
-                for text, length in starts
-            ]
-        assert shares[0] == sum(hits) / len(starts)
-
-
 def taught(checkpoint: Checkpoint, folder: Path, texts: Tensor) -> Path:
     """A draft that was trained in its layout to make the target's choices in `texts` `[batch, n]`, whose config does
     not say which layout that is."""
@@ -212,7 +185,7 @@ def taught(checkpoint: Checkpoint, folder: Path, texts: Tensor) -> Path:
 STEPS = 60
 
 
-@pytest.mark.daily("False-deepspec", "True-speculators", "True-gemma4", takes=6)
+@pytest.mark.daily("True-speculators", takes=6)
 @pytest.mark.parametrize("dialect", ["deepspec", "speculators", "gemma4"])
 @pytest.mark.parametrize("fills_in", [False, True])
 def test_a_trained_draft_is_read_in_its_layout(
@@ -285,13 +258,6 @@ def test_refused(name: str, tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_pickle(tmp_path: Path) -> None:
-    folder = PLAIN.save(tmp_path)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="nothing but safetensors"):
-        load(folder)
-
-
 def test_own_copies_of_the_target_are_left_out(tmp_path: Path) -> None:
     target = target_for()
     copies = {"embed_tokens.weight": target.get_input_embeddings().weight.detach().clone(),
@@ -312,11 +278,3 @@ def test_stored_whole_with_other_weights(tmp_path: Path) -> None:
     assert again.settings == module.settings
     assert torch.equal(again.token_ids, module.token_ids)
     assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in again.state_dict().items())
-
-
-def test_the_confidence_head_is_as_wide_as_what_it_reads(tmp_path: Path) -> None:
-    widths = {"state": HIDDEN, "markov": HIDDEN + RANK}
-    for confidence, width in widths.items():
-        model = load(Checkpoint(confidence=confidence).save(tmp_path)).ready_drafter().model
-        assert tuple(model.confidence_head.proj.weight.shape) == (1, width)
-    assert load(Checkpoint(confidence="none").save(tmp_path)).ready_drafter().model.confidence_head is None

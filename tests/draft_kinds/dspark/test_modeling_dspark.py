@@ -8,10 +8,10 @@ import torch
 from support.files.dspark_files import BLOCK, GREEDY, IDS, START, VARIANTS, VOCAB, Checkpoint, Formulas, target_for
 from support.targets.formulas import close, states_of
 from support.targets.models import configured, prompt
+from support.targets.rounds_anew import begun
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.draft_kinds.dflash.modeling_dflash import BlockSession
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -26,15 +26,9 @@ def loaded(checkpoint: Checkpoint, folder: Path, **settings: Any) -> tuple[SpecD
     return configured(assistant, **{**FIXED, **settings}), target
 
 
-def begun(draft: Any, target: CausalLM, count: int = 1) -> BlockSession:
-    """A session that has drafted at the first of `ROUNDS`, and now begins number `count`."""
-    session, states, before = draft.session(VOCAB), states_of(target, draft, TEXT), 0
-    for length in ROUNDS[:count]:
-        if before:
-            session.propose_next([])
-        session.read_verified(TEXT[:, before:length], 0, states[:, max(before - 1, 0) : length - 1])
-        before = length
-    return session
+def session_at(draft: Any, target: CausalLM, count: int = 1) -> Any:
+    """Where round `count` of `ROUNDS` begins."""
+    return begun(draft, TEXT, ROUNDS[:count], VOCAB, states_of(target, draft, TEXT))
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
@@ -54,7 +48,10 @@ PRODUCT = {
 }
 
 
-@pytest.mark.daily(*VARIANTS)
+@pytest.mark.daily(
+    "deepspec", "deepspec, gated", "deepspec, plain", "minicpm", "gemma4", "liquid", "specforge, fills in",
+    "speculators, rnn", "speculators, silent",
+)  # fmt: skip
 @pytest.mark.parametrize("name", [*VARIANTS, *PRODUCT])
 @torch.no_grad()
 def test_every_round(name: str, tmp_path: Path) -> None:
@@ -64,7 +61,7 @@ def test_every_round(name: str, tmp_path: Path) -> None:
     draft = assistant.ready_drafter()
     assert draft.places == checkpoint.places
     for count in range(1, len(ROUNDS) + 1):
-        session, formulas = begun(draft, target, count), Formulas(checkpoint, target, TEXT[:, : ROUNDS[count - 1]])
+        session, formulas = session_at(draft, target, count), Formulas(checkpoint, target, TEXT[:, : ROUNDS[count - 1]])
         path = [int(token) for token in 1 + 5 * torch.arange(BLOCK) % (VOCAB - 3)]
         for place in range(checkpoint.places):
             logits, hidden = session.propose_next([torch.tensor(token) for token in path[:place]]) or (None, None)
@@ -100,10 +97,7 @@ def counted(assistant: SpecDecPPAssistant, places: int) -> list[list[int]]:
     return [(each + [0] * places)[:places] for each in (stats.drafted_at, stats.accepted_at)]
 
 
-TOGETHER = ("deepspec", "deepspec, rnn", "liquid", "specforge, fills in", "speculators, fills in")
-
-
-@pytest.mark.daily(*TOGETHER, takes=3)
+@pytest.mark.daily("deepspec, rnn", "liquid", "speculators, fills in", takes=3)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "speculators, silent"])
 def test_greedy_rounds(name: str, tmp_path: Path) -> None:
     checkpoint = VARIANTS[name]
@@ -141,7 +135,8 @@ def test_each_fact_can_fail(mutant: str, tmp_path: Path) -> None:
     """The formulas, computed wrongly on purpose, are another distribution than that of the draft."""
     checkpoint = VARIANTS[MUTANTS[mutant]]
     assistant, target = loaded(checkpoint, tmp_path)
-    session, text, path = begun(assistant.ready_drafter(), target, 2), TEXT[:, : ROUNDS[1]], [int(IDS[3]), int(IDS[8])]
+    session, text = session_at(assistant.ready_drafter(), target, 2), TEXT[:, : ROUNDS[1]]
+    path = [int(IDS[3]), int(IDS[8])]
     right, wrong = (Formulas(checkpoint, target, text, name) for name in ("", mutant))
     found: Any = session.propose_next(list(torch.tensor(path)))
     assert float((found[0].double().softmax(-1) - right.logits(path).softmax(-1)).abs().max()) < 1e-5
@@ -153,7 +148,7 @@ def test_each_fact_can_fail(mutant: str, tmp_path: Path) -> None:
 def test_a_node_of_a_tree_has_the_bias_of_its_own_path(name: str, tmp_path: Path) -> None:
     checkpoint = VARIANTS[name]
     assistant, target = loaded(checkpoint, tmp_path)
-    session, tree = begun(assistant.ready_drafter(), target), DraftTree(int(TEXT[0, ROUNDS[0] - 1]))
+    session, tree = session_at(assistant.ready_drafter(), target), DraftTree(int(TEXT[0, ROUNDS[0] - 1]))
     formulas, level = Formulas(checkpoint, target, TEXT[:, : ROUNDS[0]]), [0]
     for depth in range(checkpoint.places + 1):
         logits, hidden = session.expand(tree, level)

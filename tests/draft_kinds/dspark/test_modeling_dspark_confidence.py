@@ -110,6 +110,7 @@ def test_training_sees_what_rounds_see(name: str, tmp_path: Path) -> None:
     assert_close(head(drafted.hidden[0, last]), expected.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.daily("settings0", "settings2")
 @pytest.mark.parametrize("settings", [
     {"rule": "threshold", "threshold": 0.4}, {"rule": "throughput"},
     {"rule": "fixed", "tree": "dyspec", "tree_budget": 6},

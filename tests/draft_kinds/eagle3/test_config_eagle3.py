@@ -104,11 +104,6 @@ def test_layer_ids_of_deepspec_that_make_no_sense(ids: Any, tmp_path: Path) -> N
     refused(deepspec(tmp_path, target_layer_ids=ids), "target_layer_ids=.* must list layers of the target")
 
 
-def test_an_ordinary_llama_of_one_layer(tmp_path: Path) -> None:
-    tiny("llama", num_hidden_layers=1).save_pretrained(tmp_path)
-    refused(tmp_path, "this is not an EAGLE-3 draft of the form .*: missing midlayer.hidden_norm.weight")
-
-
 def test_layers_are_counted_in_the_file(tmp_path: Path) -> None:
     assert settings_of(PLAIN.save(tmp_path / "a", num_hidden_layers=40)).layer["num_hidden_layers"] == 1
     folder = VARIANTS["two layers"].save(tmp_path / "b", num_hidden_layers=1)

@@ -17,8 +17,7 @@ from support.targets.watchers import heard
 from transformers.generation import candidate_generator
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.draft_kinds.mtp.loading_mtp import layers_among
@@ -204,7 +203,7 @@ def assisted(target: CausalLM, **settings: Any) -> SpecDecPPAssistant:
     return assist(target, "mtp", speculation=SpeculationConfig(**(settings or CHAIN)), default=False)
 
 
-@pytest.mark.daily("deepseek_v3", "bailing_hybrid", "step3p7")
+@pytest.mark.daily("deepseek_v3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_of_every_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chains; and in trees, where the target reads trees. Each round begins as if it read the whole text anew."""

@@ -13,9 +13,7 @@ from torch import Tensor
 from transformers import generation, modeling_layers
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 
 TEXT, CANDIDATES = 1 + prompt(9) % (VOCAB - 1), [3, 7, 1, 4]

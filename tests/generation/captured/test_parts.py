@@ -41,6 +41,7 @@ def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tup
         return generate(target, assistant, **how), noted.outcomes
 
 
+@pytest.mark.daily("chain")
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_default_dtype_changes_no_sampled_text(settings: dict[str, Any], tmp_path: Path) -> None:
     """Temperatures, q and what is drawn are float32, whatever `torch.set_default_dtype` says."""
@@ -56,7 +57,7 @@ def test_a_default_dtype_changes_no_sampled_text(settings: dict[str, Any], tmp_p
     assert torch.equal(*texts)
 
 
-@pytest.mark.daily("independent", "dflash windows", "dspark speculators, rnn")
+@pytest.mark.daily("dspark speculators, rnn")
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """And each round is one replay, after the first text without a capture."""
@@ -78,6 +79,7 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
         assert len(full) > 2
 
 
+@pytest.mark.daily("dflash windows alone", "pard")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind == "pard" or "dflash" in kind])
 def test_a_block_longer_than_its_chain_has_room(kind: str, tmp_path: Path) -> None:
     """Near the end of a room of 256, where the chain would still fit."""
@@ -99,7 +101,7 @@ def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path
         assert assistant.stats.decided["rounds"] == "captured"
 
 
-@pytest.mark.daily("independent-greedy", "eagle3-sampled", "dflash windows-greedy", "dspark deepspec, rnn-sampled")
+@pytest.mark.daily("independent-greedy", "dspark deepspec, rnn-sampled")
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
@@ -163,7 +165,7 @@ def noted_trees(patch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.daily("independent", "dflash windows alone")
+@pytest.mark.daily("dflash windows alone")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mtp 3"])
 def test_a_head_values_the_slots_of_trees(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     target, assistant = made(kind, tmp_path, **TREE)
@@ -202,6 +204,7 @@ def first_trees(target: CausalLM, assistant: SpecDecPPAssistant) -> list[Any]:
     return found
 
 
+@pytest.mark.daily("tree")
 @pytest.mark.parametrize("settings", [TREE, {"rule": "threshold", "max_tokens": 5}], ids=["tree", "chain"])
 def test_calibration_is_contents_of_a_graph(
     settings: dict[str, Any], tmp_path: Path, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch
@@ -219,10 +222,7 @@ def test_calibration_is_contents_of_a_graph(
 MOST_TOKENS = {"rule": "throughput"}
 
 
-@pytest.mark.daily(
-    "settings0-auto-block-ran0", "settings2-auto-block-ran2", "settings4-auto-block-ran4", "settings6-off-block-ran6",
-    "settings8-auto-block-ran8",
-)  # fmt: skip
+@pytest.mark.daily("settings2-auto-block-ran2", "settings6-off-block-ran6", "settings8-auto-block-ran8")
 @pytest.mark.parametrize(("settings", "graphs", "asked", "ran"), [
     (CHAIN, "auto", "block", {"chain block"}),
     (CHAIN, "auto", "token", {"chain token"}),
@@ -312,7 +312,7 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
         assert assistant.stats.accepted == together_accepted[row]
 
 
-@pytest.mark.daily("gpt2-independent", "opt-independent")
+@pytest.mark.daily("gpt2-independent")
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_a_padded_batch_with_a_table_of_positions(family: str, kind: str) -> None:
@@ -341,7 +341,7 @@ def test_positions_of_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         together(target, assistant_of("independent", target, **CHAIN), *batch(2))
 
 
-@pytest.mark.daily("fixed", "throughput")
+@pytest.mark.daily("throughput")
 @pytest.mark.parametrize("settings", [CHAIN, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
                          ids=lambda each: each["rule"])  # fmt: skip
 def test_rows_that_end_leave(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def first_candidates(target: CausalLM, assistant: SpecDecPPAssistant) -> dict[in
     return found
 
 
-@pytest.mark.daily("independent", "eagle3")
+@pytest.mark.daily("eagle3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_the_draft_has_not_read_come_in_time(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

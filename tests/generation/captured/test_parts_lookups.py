@@ -43,7 +43,7 @@ def written(target: CausalLM, assistant: Any, ids: Tensor | None = None, **how: 
     return target.generate(repeating(target) if ids is None else ids, assistant_model=assistant, **options)
 
 
-@pytest.mark.daily("eagle3-fixed", "independent-tree", "dflash windows-throughput", "gemma 4-threshold", takes=6)
+@pytest.mark.daily("eagle3-fixed", "independent-tree", "gemma 4-threshold", takes=6)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_beside_every_kind_of_draft(kind: str, rule: str, tmp_path: Path, pretended: Counter[str]) -> None:
@@ -88,7 +88,7 @@ def test_a_seed_gives_plain_generations_text_without_a_draft() -> None:
     assert "as plain generate() draws them" in assistant.stats.decided["rounds"]
 
 
-@pytest.mark.daily("independent-throughput", "none-fixed", takes=6)
+@pytest.mark.daily("independent-throughput", takes=6)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput"])
 @pytest.mark.parametrize("kind", ["none", "independent", "eagle3", "dflash windows"])
 def test_rows_of_a_batch(kind: str, rule: str, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_nothing_is_looked_up_behind_the_last_token() -> None:
         assert torch.equal(text, written(target, None, ids, max_new_tokens=length))
 
 
-@pytest.mark.daily("independent", "eagle3")
+@pytest.mark.daily("eagle3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_draft_reads_looked_up_tokens_before_its_window_is_full(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

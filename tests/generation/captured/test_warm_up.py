@@ -44,6 +44,7 @@ def made(kind: str, name: str, **further: Any) -> tuple[CausalLM, SpecDecPPAssis
     return target, assistant_of(kind, target, **{**SETTINGS[name], **further})
 
 
+@pytest.mark.daily("fixed")
 @pytest.mark.takes(5)
 @pytest.mark.parametrize("name", ["fixed", "dyspec of 70"])
 def test_nothing_is_captured_afterwards_for_texts_of_known_length(name: str) -> None:
@@ -58,7 +59,7 @@ def test_nothing_is_captured_afterwards_for_texts_of_known_length(name: str) -> 
     assert counts["captured"] == captured
 
 
-@pytest.mark.daily("fixed-independent", "dyspec-eagle3", takes=5)
+@pytest.mark.daily("dyspec-eagle3", takes=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter[str]) -> None:
@@ -73,6 +74,7 @@ def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter
     assert assistant.stats.uncaptured is None
 
 
+@pytest.mark.daily("_make_whole_rounds-fixed", "_read_target-dyspec")
 @pytest.mark.parametrize(
     ("name", "settings"), [("_make_rounds", "fixed"), ("_read_target", "dyspec"), ("_make_whole_rounds", "fixed")]
 )

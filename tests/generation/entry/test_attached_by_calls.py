@@ -48,10 +48,7 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.daily(
-    "independent-chain", "independent-batch", "early_exit-throughput", "conditioned-tree", "eagle3-chain",
-    "eagle3-batch",
-)  # fmt: skip
+@pytest.mark.daily("independent-batch", "early_exit-throughput", "conditioned-tree", "eagle3-chain")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_has_everything(kind: str, way: str) -> None:
@@ -212,6 +209,7 @@ def test_in_inference_mode() -> None:
 # Lives and threads. ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.daily("independent", "eagle3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_is_not_kept(kind: str) -> None:
     target = tiny("llama")

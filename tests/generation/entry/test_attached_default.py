@@ -106,6 +106,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.daily("*-greedy", "embeddings-sampled")
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_refused_calls_are_plain(name: str, sample: bool, target: CausalLM, assistant: Any, warned: list[str]) -> None:
@@ -231,6 +232,7 @@ def test_the_latest_default_is_the_only_one(target: CausalLM, assistant: Any) ->
     other.detach()
 
 
+@pytest.mark.daily("independent", "eagle3")
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 def test_the_target_keeps_it_and_takes_it_along(kind: str) -> None:
     """Nobody but the target holds an assistant that was made in passing. It knows parts of its target only: else the

@@ -119,6 +119,7 @@ def through_torch(model: CausalLM) -> CausalLM:
     return torch.load(file, weights_only=False)  # noqa: S614 - our own bytes
 
 
+@pytest.mark.daily("deepcopy", "through_torch")
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, through_pickle, through_torch])
 def test_copies_of_an_attached_target_are_ordinary(way: Any) -> None:
     """Also once the states of its layers have been read."""

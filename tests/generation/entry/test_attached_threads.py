@@ -74,8 +74,7 @@ CALLS = ("plain", "another's", "by default", "by name")
 
 
 @pytest.mark.daily(
-    "attach-plain-_prepare_generation_config", "attach-by default-_validate_model_kwargs",
-    "detach-plain-_prepare_special_tokens", "detach-by name-_prepare_generation_config",
+    "attach-by default-_validate_model_kwargs", "detach-by name-_prepare_generation_config",
     "delete-another's-_validate_model_kwargs",
 )  # fmt: skip
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -145,21 +145,6 @@ def test_a_strided_weight_stays_as_it_is(strided: Callable[[Tensor], Tensor], ca
     assert not calls
 
 
-@needs_float16
-@torch.no_grad()
-def test_inputs_of_any_strides(calls: Calls) -> None:
-    layer, x = nn.Linear(8, 8).bfloat16().float(), torch.randn(8, 6, 2)
-    with faster(layer):
-        for each in (x[:, :, 0].T, x.transpose(0, 2), x[:, 0, :].T, x[:, 0, 0]):
-            torch.testing.assert_close(layer(each), functional.linear(each, layer.weight, layer.bias))
-    assert [rows for _, rows in calls] == [6, 12, 2, 1]
-
-
-def test_small_layers_are_left_alone(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert not faster(target).layers
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @torch.no_grad()
 def test_without_the_float16_product_other_dtypes_are_as_plain(
@@ -377,7 +362,7 @@ DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
 
 
 @needs_float16
-@pytest.mark.daily("1-early exit", "1-tree", "2-model", "2-throughput")
+@pytest.mark.daily("1-tree", "2-throughput")
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_greedy_texts_are_plains(draft: str, rows: int, calls: Calls) -> None:

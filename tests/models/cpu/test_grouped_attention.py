@@ -119,11 +119,6 @@ def test_whatever_is_unusual_is_left_to_transformers(changes: dict[str, Any], mo
     assert asked
 
 
-def test_with_gradients_nothing_changes(copies: Copies) -> None:
-    call()
-    assert copies
-
-
 def test_an_attention_that_somebody_else_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def theirs(*args: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(*args, **kwargs)
@@ -195,6 +190,7 @@ def test_queries_stay_together_where_a_window_hides_the_first_key(monkeypatch: p
     assert queries == [2]
 
 
+@pytest.mark.daily("tree")
 @needs_float16
 @pytest.mark.parametrize("settings", [{}, {"tree": "dyspec", "tree_budget": 6}], ids=["chain", "tree"])
 def test_logits_in_bfloat16_have_the_bits_of_plain_generation(
@@ -225,6 +221,7 @@ def rows_round_alike() -> bool:
     return torch.equal(rows @ weight.T, torch.cat([row[None] @ weight.T for row in rows]))
 
 
+@pytest.mark.daily("{}-False", "{'reproducible': True}-True")
 @pytest.mark.skipif(not rows_round_alike(), reason="products of several rows round differently from those of one")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"cpu_products": "off"}, {"reproducible": True}], ids=str)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.models.cpu import products
-from hf_specdecpp.models.cpu.products import ROWS, Float16Weight, OneDnnWeight, ProductTimes, has_float16, kind_of_copy
+from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, ProductTimes, has_float16, kind_of_copy
 
 ERROR = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, of a whole result
 
@@ -123,12 +123,6 @@ def test_inputs_of_any_shape(change: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(found, functional.linear(x, weight), rtol=1e-5, atol=1e-5)
 
 
-@needs_float16
-@pytest.mark.parametrize("weight", [with_rows().T, with_rows()[:, ::2], with_rows()[3:]], ids=["T", "strided", "part"])
-def test_weights_of_any_strides(weight: Tensor) -> None:
-    assert error_of(Float16Weight.of(weight), random(3, weight.shape[1], seed=1), weight, None) < ERROR[torch.float32]
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_weight_that_does_not_fit_is_left_to_onednn(name: str) -> None:
     weight = OTHERS[name]
@@ -137,15 +131,6 @@ def test_a_weight_that_does_not_fit_is_left_to_onednn(name: str) -> None:
     if name not in ("float32", "one element of float32"):
         # Where a part is beyond bfloat16, too.
         assert kind_of_copy(weight.bfloat16()) is None
-
-
-def test_rounding_is_at_most_one_in_2_to_the_24() -> None:
-    """Of the largest of a row: on this side of it a weight fits, and beyond it does not."""
-    largest = 1.0  # 2^14 in float16, whose neighbours are 16 apart; its small numbers are 2^-24 apart
-    for at_bit, fits in ((-24, True), (-38, True)):
-        assert Float16Weight.fits(torch.tensor([[largest, 2.0**at_bit]])) is fits
-    assert Float16Weight.fits(torch.tensor([[largest, 0.5 + 2.0**-25]])), "an error of 2^-25"
-    assert not Float16Weight.fits(torch.tensor([[largest, 0.5 + 2.0**-23]])), "an error of 2^-23"
 
 
 # Mutants. -------------------------------------------------------------------------------------------------------------
@@ -249,10 +234,3 @@ def test_for_which_rows(own: Any, copied: Any, least: int, most: int) -> None:
 def test_in_half_precision_for_all_rows_or_none(own: Any, copied: Any, most: int) -> None:
     times = ProductTimes.of(own, copied, is_half=True)
     assert (times.least, times.most) == (1, most)
-
-
-def test_seconds_of_other_numbers_of_rows_lie_between() -> None:
-    times = ProductTimes.of((2.0, 5.0, 29.0), (1.0, 4.0, 10.0))
-    assert [times.seconds(rows, with_copy=True) for rows in (*ROWS, 2, 10, 24)] == [1.0, 4.0, 10.0, 2.0, 7.0, 14.0]
-    assert [times.seconds(rows, with_copy=False) for rows in (*ROWS, 2, 10, 32)] == [2.0, 5.0, 29.0, 3.0, 17.0, 61.0]
-    assert times.seconds(32, with_copy=True) == 61.0, "beyond `most` the product is PyTorch's own"

@@ -184,28 +184,6 @@ def test_the_first_weight_does_not_decide_for_those_of_another_kind(monkeypatch:
     assert all(products.SAMPLE - 3000 <= count <= products.SAMPLE for _, count in seen)
 
 
-def test_what_a_product_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(products, "_measured", {})
-    monkeypatch.setattr(products, "_first", {})
-    threads, weight = torch.get_num_threads(), layer_of().weight
-    found = products.product_times(weight)
-    assert found is products.product_times(weight)
-    assert found is not None
-    assert torch.get_num_threads() == threads
-    assert all(0.0 < seconds < 1e-6 for seconds in found.own + found.copied)
-    products.forget_product_times()
-    assert products.product_times(weight) is not found
-
-
-def test_a_copy_that_gains_nothing_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_copies(monkeypatch, most=0)
-    layer, kept = layer_of(), WeightCopies(measured_copy)
-    with faster(layer, copies=kept):
-        assert products_of(layer) == {"own": 1}
-    assert kept.bytes == 0
-
-
 # The thread. ----------------------------------------------------------------------------------------------------------
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.cuda_graphs import captured_target
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from support.devices.pretend_graph import pretend_graphs

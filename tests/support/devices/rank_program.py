@@ -15,8 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from support.targets.models import partly_agreeing, prompt, random_layer
 from support.targets.watchers import Replaces, unnoticed
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation import candidate_generator
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from support.enumeration.exact_distribution import Replay, Tokens
 from support.targets.models import tiny
 

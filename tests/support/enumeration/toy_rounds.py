@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpeculationConfig
 from hf_specdecpp.drafting.chain import Step, StoppingRule, draft_chains, drafting
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability, DraftStep, Estimator
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness

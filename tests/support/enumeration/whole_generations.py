@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.enumeration.exact_distribution import VISIBLE, Probs, Replay, Tokens, exact_distribution, worst_error
 from support.enumeration.stock_rounds import PROMPT, VOCAB, target_distribution

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPConfig
 from hf_specdecpp.files import save_tensors
 from hf_specdecpp.version import __version__
 

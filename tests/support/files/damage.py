@@ -18,9 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, assist
 from hf_specdecpp.draft_kinds.draft_kind import Parts
 from hf_specdecpp.draft_kinds.known import DFLASH
 from hf_specdecpp.draft_kinds.mtp.loading_mtp import FIELDS

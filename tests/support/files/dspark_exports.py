@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.files import dflash_files, dspark_files

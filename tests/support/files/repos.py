@@ -17,9 +17,7 @@ from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPConfig
 from support.runs.hub_server import HubServer
 from support.targets.models import VOCAB_SIZE, configured, partly_agreeing, prompt, quiet_later_layers, tiny
 

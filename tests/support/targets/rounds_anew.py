@@ -1,6 +1,7 @@
 """What rounds propose: of a draft, beside what the same draft proposes that reads the whole text anew; and of
 transformers' own generators of candidates."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -104,3 +105,25 @@ def proposed(monkeypatch: pytest.MonkeyPatch, generator: Any) -> list[Proposed]:
 
     monkeypatch.setattr(generator, "get_candidates", hear)
     return found
+
+
+def begun(draft: Any, text: Tensor, lengths: Sequence[int], vocab_size: int, states: Tensor | None = None) -> Any:
+    """A session that has drafted at these lengths of a text but for the last, where a round has begun.
+
+    `states`: what the draft reads of its target along the text, `[1, n, width]`."""
+    session, before = draft.session(vocab_size), 0
+    for length in lengths:
+        if before:
+            session.propose_next([])
+        known = None if states is None else states[:, max(before - 1, 0) : length - 1]
+        session.read_verified(text[:, before:length], 0, known)
+        before = length
+    return session
+
+
+def block_of(session: Any, places: int) -> Tensor:
+    """The logits `[places, vocab]` that a round's only pass drafts, whatever was drawn before each."""
+    found = [session.propose_next([torch.tensor(0)] * place) for place in range(places)]
+    assert session.propose_next([torch.tensor(0)] * places) is None
+    assert session.passes == 1
+    return torch.stack([logits for logits, _ in found])

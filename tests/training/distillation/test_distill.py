@@ -20,7 +20,6 @@ from hf_specdecpp.training.distillation.initialise import DistillationInputs, in
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 from hf_specdecpp.training.models import load_assistant
 
-KINDS = ["independent", "early_exit"]
 TRAIN_STEPS = 48  # of `prepare`: 64 answers, 4 a step, 3 epochs
 FEW: dict[str, Any] = {"answers": 20, "epochs": 2}  # ten steps
 FEW_STEPS = 10
@@ -67,7 +66,7 @@ def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: li
     return divergence / count, accepted / count, agreed / count
 
 
-@pytest.mark.daily("independent-None-256", "early_exit-20-7")
+@pytest.mark.daily("early_exit-20-7")
 @pytest.mark.parametrize("chunk", [256, 7])
 @pytest.mark.parametrize(("kind", "vocab_size"), [("independent", None), ("early_exit", 20)])
 def test_loss_and_measures(
@@ -180,7 +179,7 @@ def test_an_update_that_does_not_help_is_not_kept(tmp_path: Path, monkeypatch: p
     assert "There is no adapter" in warnings[0]
 
 
-@pytest.mark.takes(3)
+@pytest.mark.slow
 def test_bfloat16(tmp_path: Path) -> None:
     config = prepare(tmp_path, "early_exit", bf16=True)
     distillation.run(config)
@@ -201,6 +200,7 @@ def test_not_enabled(tmp_path: Path) -> None:
     assert not (config.work / "adapter").exists(), "of an earlier run with other settings"
 
 
+@pytest.mark.slow
 def test_gradient_accumulation(tmp_path: Path) -> None:
     """Answers count by their tokens, so two batches of two are one of four."""
     results = []
@@ -277,7 +277,7 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert report_of(config)[stage]["all"] == pytest.approx(report_of(whole)[stage]["all"], abs=1e-4)
 
 
-@pytest.mark.daily("conditioned-files0", takes=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "files"), [
     ("conditioned", ["fusion.safetensors", "adapter/adapter_model.safetensors"]),
     ("eagle3", ["eagle3.safetensors"]),

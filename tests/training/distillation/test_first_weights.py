@@ -13,9 +13,7 @@ from support.targets.zoo import families, tiny_of
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.draft_kinds.draft_kind import Parts
 from hf_specdecpp.draft_kinds.eagle3.loading_eagle3 import flat_config
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Model
@@ -28,8 +26,8 @@ from hf_specdecpp.training.distillation import first_weights
 from hf_specdecpp.training.distillation.initialise import initial_draft
 
 
-@pytest.mark.daily("llama", takes=3)
-@pytest.mark.parametrize("family", ["llama", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_training_a_layer_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> None:
     vocab = 40 if family == "llama" else None
     config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6)
@@ -179,6 +177,7 @@ def plain(model: Eagle3Model) -> Eagle3Model:
     return model
 
 
+@pytest.mark.daily("2")
 @pytest.mark.parametrize("step", [1, 2])
 def test_it_computes_what_the_last_layer_does(step: int) -> None:
     target = target_of()

@@ -163,8 +163,8 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
 STAGES = ["distill", "head", "calibrate", "eval", "card"]
 
 
-@pytest.mark.takes(4)
-@pytest.mark.parametrize("shorthand", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shorthand", [True, False])
 def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
     """Named by its repository alone, with the Hub id of that local copy; or in full."""
     config: TrainingConfig = training_run(tmp_path)
