@@ -104,7 +104,8 @@ def train(**options: Any) -> None:
 def bench(**options: Any) -> None:
     """Time plain generation, other methods and all rules.
 
-    All use the same prompts. The exit code is 1 if a greedy answer differs from plain generation.
+    All use the same prompts. The exit code is 1 if a greedy answer of this package differs from plain generation
+    by more than a near-tie.
     """
     from hf_specdecpp.benchmark.live import run
     from hf_specdecpp.models.loading import quiet_loading
@@ -174,12 +175,14 @@ def export(
         str | None, typer.Option(metavar="ID", help="Hub id or folder of the target; by default that of ASSISTANT.")
     ] = None,
     to: Annotated[
-        str | None, typer.Option(metavar="ENGINE", help="vllm, sglang or llama.cpp: also write serve.sh for it.")
+        str | None,
+        typer.Option(metavar="ENGINE", help="vllm, sglang or llama.cpp: print its commands, write serve.sh."),
     ] = None,
 ) -> None:
     """Write a draft for vLLM, SGLang and llama.cpp.
 
-    The commands that serve the draft are printed.
+    The commands that serve the draft are printed, with --to those of one engine. The exit code is 1 if no engine
+    serves it.
     """
     from hf_specdecpp.hub.exporting import export as write
     from hf_specdecpp.models.loading import quiet_loading

@@ -36,7 +36,8 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 
 def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int = 0) -> tuple[float, float, float]:
-    """`statistic(values)` of `values` `[n, fields]`, and the statistic's 2.5 % and 97.5 % quantiles on resamples."""
+    """`statistic(values)` of `values` `[n, fields]`, and its 2.5 % and 97.5 % quantiles on resamples, of which it gets
+    many at once, `[RESAMPLES, n, fields]`."""
     generator = np.random.default_rng(seed)
     drawn = generator.integers(len(values), size=(RESAMPLES, len(values)))
     tail = (1.0 - COVERED) / 2.0

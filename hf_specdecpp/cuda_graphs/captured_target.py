@@ -101,8 +101,9 @@ class CapturedTarget:
         return None
 
     def begin_texts(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
-        """Copy sequences of `num_tokens` tokens from a growing cache. `shown`: `[texts, num_tokens]`, false for hidden
-        tokens (`None`: all shown); `position`: `[..., texts, 1]`, position ids of the next tokens."""
+        """Begin a sequence, or the rows of a batch: copy `num_tokens` tokens of each from a growing cache. `shown`:
+        `[texts, num_tokens]`, false for hidden tokens (`None`: all shown); `position`: `[..., texts, 1]`,
+        position ids of the next tokens."""
         self.budget.text += 1
         position = with_rows(position, dim=-2)
         self.context.begin_text(position.shape)

@@ -343,8 +343,8 @@ def target_for(to: Destination) -> str:
 
 
 def raw_config(draft: Any) -> Config | None:
-    """Return the config of a repository or model object; `None` if there is none or it cannot be read. The error is
-    left to the code that loads the model."""
+    """Return the config of a `Repository` or of a model object; `None` if there is none or it cannot be read. The
+    error is left to the code that loads the model."""
     if not isinstance(draft, Repository):
         config = getattr(draft, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None

@@ -191,7 +191,7 @@ class Gemma4Draft(StateDraft):
         return SharedRows(rows, masks, position)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
+        """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as id 0."""
         known = tokens.where(tokens < len(self.embeddings.weight), 0)
         return self.embeddings(known.to(self.embeddings.weight.device)).to(tokens.device)
 

@@ -158,3 +158,6 @@ class NoSession(DraftingSession):
 
     def propose_next(self, _candidates: list[Tensor]) -> None:
         pass
+
+    def embed(self, token: Tensor) -> Tensor:
+        raise NotImplementedError  # nothing is drawn, so no estimate asks

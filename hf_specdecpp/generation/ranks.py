@@ -25,7 +25,8 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
 def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Processing, rows: int) -> None:
-    """Raise `ValueError` for calls that are not supported with several processes. Runs before any work."""
+    """Raise `ValueError` for batches, trees, and processors that must be called in order. Called before any work, for
+    targets that are spread over several processes."""
     reason = None
     if rows > 1:
         reason = "batches are for targets in one process"
@@ -41,7 +42,8 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
 
 
 class Ranks:
-    """The processes of a target."""
+    """The processes of a target that is spread over several, each of which has one `Ranks`. `shared` sends an object
+    from the first rank to the others."""
 
     def __init__(self, target: CausalLM) -> None:
         mesh: Any = next(each.device_mesh for each in target.parameters() if isinstance(each, DTensor))

@@ -291,7 +291,8 @@ def rule_of(
     setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
     """A new stopping rule for the chains of one generation."""
-    config = replace(setup.speculation, rule=setup.rule(target))  # also validates the settings
+    config, rule = setup.speculation, setup.rule(target)
+    config = config if config.rule == rule else replace(config, rule=rule)  # also validates the settings
     decisions = setup.decisions
     if config.rule == "threshold" and setup.head is None and not decisions.adapt:
         logger.warning_once(

@@ -68,7 +68,8 @@ ASSUMED = 8.0  # weight of `USUAL_ACCEPTANCE`, as a number of tested candidates
 
 
 class LookingUp:
-    """The lookups of one generation.
+    """The lookups of one generation. A round looks up its candidates instead of drafting, or adds looked-up candidates
+    to drafted ones.
 
     Each emitted token is compared with the token that would have been looked up there, proposed or not, so that
     learning the estimates costs no candidates.
@@ -76,7 +77,8 @@ class LookingUp:
     Args:
         text: the sequence and other text that is searched; `rates`: how often lookups are right in all sequences.
         most: most candidates in a round; `has_draft`: whether there is also a draft.
-        plan: a `throughput.plan.Plan`, with the costs of rounds. It and `choice` are `None` without `"throughput"`.
+        plan: a `throughput.plan.Plan`, with the costs of rounds. Without `"throughput"` it and `choice` are `None`, and
+            the estimates alone decide.
 
     Attributes:
         found: the continuation that the round could propose; `estimates`: the acceptance estimate of each candidate.

@@ -199,7 +199,8 @@ def cache_argument(model: CausalLM) -> str:
 
 
 def forward_parameters(kind: type[nn.Module]) -> set[str]:
-    """Names of the arguments of a class's forward, with those of the overridden forward if there are `**kwargs`."""
+    """Names of all arguments of a class's forward, `self` and `kwargs` too. If it has `**kwargs`, those of the
+    overridden forward are added, and so on."""
     names: set[str] = set()
     for own in (vars(each) for each in kind.__mro__ if each is not nn.Module):
         if "forward" in own:

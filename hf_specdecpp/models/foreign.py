@@ -181,7 +181,7 @@ def package_of(code: Any) -> str:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Names of global variables and attributes in a function's code, nested functions included."""
+    """Yield the names of global variables and attributes in a function's code, nested functions included."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):

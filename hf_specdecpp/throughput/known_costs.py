@@ -164,8 +164,9 @@ class Rounds:
     def _assumed_pass(self, tokens: int) -> float:
         """The assumed cost of a pass over `tokens` tokens of each row, in passes over one token of each row.
 
-        Example: matrix multiplications of large layers take 100 ns for 1 row and 125 ns for 4. A pass over 4 tokens is
-        assumed to cost 1 + 0.8 * 0.25 + 3 * 0.015 = 1.245 passes over one token.
+        Example: matrix multiplications of large layers take 100 ns for 1 row and 125 ns for 4. A pass over 4 tokens of
+        one row is assumed to cost 1 + LAYERS * 0.25 + 3 * BESIDE = 1 + 0.8 * 0.25 + 3 * 0.015 = 1.245 passes over one
+        token. Without measured times each further token costs `WIDER_ON_CPU`, elsewhere `WIDER`.
         """
         further = self.rows * (tokens - 1)
         if self.times is None:

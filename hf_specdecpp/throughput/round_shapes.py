@@ -32,7 +32,7 @@ SPARE = 8  # room for tokens of rounds without candidates, which the draft reads
 
 
 def chains_up_to(most: int) -> list[RoundShape]:
-    """Shapes of chains of at most `most` candidates: those of `CHAINS`, and `most` itself (at most 15)."""
+    """Shapes of chains of at most `most` candidates: those of `CHAINS`, with 0, and `most` itself (at most 15)."""
     return [RoundShape(count) for count in sorted({each for each in CHAINS if each <= most} | {min(most, CHAINS[-1])})]
 
 

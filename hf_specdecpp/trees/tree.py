@@ -149,8 +149,8 @@ class DraftTree:
         return [counts[depth] for depth in range(1, len(counts))]
 
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
-        """For the root and each drawn node of `path`: its children's estimates, and the accepted child's rank or
-        `None`."""
+        """For the root and each drawn node of `path`, which does not contain the root: its children's estimates, and
+        the accepted child's rank or `None`."""
         drawn = self.drawn(path)
         for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]

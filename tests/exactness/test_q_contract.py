@@ -77,14 +77,14 @@ class Ear:
     def hear_a_walk(self, tree: DraftTree) -> None:
         """Of processors that are called token by token."""
         if len(tree):
-            self.note(torch.tensor(tree.candidates), torch.stack([tree.q(node) for node in range(len(tree))]))
+            self.note(tree.candidates, torch.stack([tree.q(node) for node in range(len(tree))]))
 
     def hear_theirs(self, ids: Tensor, scores: Tensor, count: int, *args: Any, **kwargs: Any) -> None:
-        self.note(ids[0, -count:], scores[0].softmax(dim=-1))
+        self.note(ids[0, -count:].tolist(), scores[0].softmax(dim=-1))
 
-    def note(self, candidates: Tensor, q: Tensor) -> None:
-        if len(candidates):
-            self.rounds.append((self.text, candidates.tolist(), torch.stack(self.drawn), q))
+    def note(self, candidates: list[int], q: Tensor) -> None:
+        if candidates:
+            self.rounds.append((self.text, candidates, torch.stack(self.drawn), q))
 
 
 @pytest.mark.daily(

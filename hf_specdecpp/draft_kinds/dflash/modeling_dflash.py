@@ -42,7 +42,8 @@ class Context(StateReader):
 
 
 class BlockLayer(Qwen3DecoderLayer):
-    """The weights of a layer. `added` returns its output, given its input `block` and what its attention returned."""
+    """The weights of a layer. `added` returns its output, given its input `block` and the result of its attention after
+    `o_proj`, to which it adds the residual."""
 
     def added(self, block: Tensor, attended: Tensor) -> Any:
         block = block + attended
@@ -295,7 +296,7 @@ class DFlashDraft(StateDraft):
         return [self.model, self.head]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return unscaled embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
+        """Return unscaled embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as id 0."""
         weight = self.embeddings.weight
         known = tokens.where(tokens < len(weight), 0)
         return functional.embedding(known.to(weight.device), weight).to(tokens.device)
@@ -341,7 +342,8 @@ class DFlashDraft(StateDraft):
         return logits, hidden, memory
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Return float32 logits `[..., vocab_size]` of final states `[..., hidden_size]`, -inf for further ids."""
+        """Return float32 logits `[..., vocab_size]` by the target's token ids, of final states `[..., hidden_size]`.
+        They are -inf for tokens that the draft cannot propose."""
         return self.of_target(self.head_logits(hidden), vocab_size)
 
     def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:

@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return e = W1[tokens] `[..., r]`, given the target's token ids; unknown ids count as 0."""
+        """Return e = W1[tokens] `[..., r]`, given the target's token ids; unknown ids count as id 0."""
         return self.markov_w1(tokens.where(tokens < self.markov_w1.num_embeddings, 0))
 
     def forward(self, e: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class DSparkModel(DFlashModel):
 
 class DSparkDraft(DFlashDraft):
     """Drafts with a `DSparkModel` that is bound to a target: a `DFlashDraft` whose candidates depend on the tokens
-    before, so that q depends on the path."""
+    before, so that q depends on the path. Without a Markov head it drafts as a `DFlashDraft` does."""
 
     def __init__(self, model: DSparkModel, target: CausalLM) -> None:
         super().__init__(model, target)

@@ -174,7 +174,8 @@ def usual_reads(depth: int) -> list[int] | None:
 
 def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
     """Return the lists of layers that a draft may read in a target of `depth` layers, the likeliest first: its `reads`
-    if known, `[]` for the final state, else what its layer ids may mean. `ValueError` if the target lacks the layers.
+    if known, `[]` for the final state, else what its layer ids may mean in a target that has these layers. `ValueError`
+    if no meaning is left, or without ids if the target has fewer than four layers.
 
     Two conventions exist. Ids of layer inputs (EAGLE, vLLM, speculators): id j is the output of layer j - 1. Ids of
     layer outputs (SpecForge, NVIDIA): id j is the output of layer j. If one meaning is the usual list, only that is

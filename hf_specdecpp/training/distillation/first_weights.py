@@ -230,7 +230,7 @@ def _maps(model: Eagle3Model, places: Iterable[tuple[Tensor, ...]]) -> tuple[Ten
 
 
 def _unit(states: Tensor) -> Tensor:
-    """RMS norm, as the draft's norms compute it with weights of 1."""
+    """RMS norm, as the draft's norms compute it with weights of 1, but for their epsilon: here `TINY`."""
     return states * (states.square().mean(-1, keepdim=True) + TINY).rsqrt()
 
 

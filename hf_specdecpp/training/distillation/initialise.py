@@ -54,7 +54,8 @@ class DistillationInputs:
 
     @classmethod
     def load(cls, config: TrainingConfig) -> DistillationInputs:
-        """Load models and rollouts. `ValueError` without rollouts, or if rollouts or draft do not fit the target."""
+        """Load models and rollouts, without those whose answer begins after `limit` tokens. `ValueError` if none is
+        left, or if rollouts or draft do not fit the target."""
         train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
         dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
         target = models.load(config.target, dtype)
