@@ -306,7 +306,10 @@ def rule_of(
 
 def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Remove masked tokens from a prompt `new` `[1, n]` and from the target's `states` `[1, m, size]`. The `mask`
-    `[1, length]` is longer than a prompt that continues a cache, and shorter if tokens without mask follow."""
+    `[1, length]` is longer than a prompt that continues a cache, and shorter if tokens without mask follow.
+
+    Example: the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` becomes `[5, 6]`.
+    """
     if states is not None:
         shown = mask[0, -states.shape[1] :].bool()
         states = states[:, shown.to(states.device)] if bool(shown.any()) else states

@@ -47,6 +47,9 @@ class TargetContext:
     If a candidate is rejected, recurrent layers are reset to their state before the pass, and the next pass reads the
     accepted tokens again: these tokens are `pending`.
 
+    Example: the prompt `[pad, pad, 5, 6]` has the mask `[0, 0, 1, 1]` and the positions `[0, 0, 0, 1]`. After the
+    prompt's pass, which emits 7, the cache has 4 rows, of which 2 are masked, and 7 has position 2.
+
     Attributes:
         cached: the cached tokens; between rounds all of the sequence except the last token and pending ones.
         width: number of tokens of the latest prepared pass.
