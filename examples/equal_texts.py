@@ -1,0 +1,96 @@
+"""Count greedy answers that differ from those of plain `generate()`.
+
+    OMP_NUM_THREADS=1 python examples/equal_texts.py --target ID_OR_FOLDER --assistant REPO --data FILE --count 300
+
+Three contestants: chains of four candidates with lookups, token trees of eight, and the same chains with PyTorch's own
+attention over several tokens, which in half precision rounds differently from attention over one token. With --output
+each prompt's result is stored, and a later run goes on after the last one.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdecpp import assist
+from hf_specdecpp.generation import single_target
+from hf_specdecpp.texts.encoding import padded, rendered, tokens_of
+from hf_specdecpp.texts.prompts import read_prompts
+
+CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4, "lookup": True}
+TREE: dict[str, Any] = {"tree": "dyspec", "tree_budget": 8}
+TOGETHER = "chains, PyTorch's attention"
+CONTESTANTS = {"chains and lookups": CHAIN, "trees": TREE, TOGETHER: CHAIN}
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """In the place of `separate_queries`: attention reads all tokens of a pass together."""
+    yield
+
+
+def compare(target: Any, tokenizer: Any, assistant: str, prompt: Any, tokens: int) -> dict[str, Any]:
+    """For each contestant, whether its answer is that of plain `generate()`; its tokens a pass and its seconds."""
+    inputs = padded([tokens_of(tokenizer, rendered(tokenizer, prompt.messages))])
+    separate = single_target.separate_queries
+    found: dict[str, Any] = {}
+
+    def answer(**given: Any) -> tuple[list[int], float]:
+        begin = time.process_time()
+        ids = target.generate(**inputs, max_new_tokens=tokens, do_sample=False, **given)
+        return ids[0].tolist(), time.process_time() - begin
+
+    plain, seconds = answer()
+    found["plain"] = [True, 1.0, seconds]
+    for name, settings in CONTESTANTS.items():
+        attached = assist(target, assistant, default=False, **settings)
+        single_target.separate_queries = together if name == TOGETHER else separate
+        try:
+            ids, seconds = answer(assistant_model=attached)
+        finally:
+            single_target.separate_queries = separate
+        found[name] = [ids == plain, attached.stats.tokens_per_pass, seconds]
+    return found
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--assistant", required=True)
+    parser.add_argument("--data", action="append", required=True, help="JSON lines of prompts; several take turns")
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--max_new_tokens", type=int, default=48)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(words)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    turns = chain.from_iterable(zip_longest(*map(read_prompts, options.data)))
+    prompts = list(islice((each for each in turns if each is not None), options.count))
+    known = options.output.read_text().splitlines() if options.output and options.output.exists() else []
+    results = [json.loads(line) for line in known]
+    for prompt in prompts[len(results) :]:
+        results.append(compare(target, tokenizer, options.assistant, prompt, options.max_new_tokens))
+        if options.output:
+            with options.output.open("a") as file:
+                file.write(json.dumps(results[-1]) + "\n")
+    table = Table("contestant", "answers", "different", "tokens a pass", "s of the processor")
+    for name in ("plain", *CONTESTANTS):
+        equal, passes, seconds = zip(*(each[name] for each in results), strict=True)
+        table.add_row(
+            name, str(len(equal)), str(equal.count(False)), f"{sum(passes) / len(passes):.2f}", f"{sum(seconds):.0f}"
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
