@@ -46,8 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class CountedClock:
     """Seconds that passes were said to take. `install` lets passes and rules use it, in the whole process."""
 
-    def __init__(self, read: float) -> None:
-        self.seconds, self.cost_of_reading = 0.0, read
+    def __init__(self, step: float, read: float) -> None:
+        self.seconds, self.step, self.cost_of_reading = 0.0, step, read
 
     def __call__(self) -> float:
         return self.seconds
@@ -76,7 +76,7 @@ class CountedClock:
             tree = draft(method, input_ids, longest)
             if tree.passes:
                 further = max(len(tree.scores) - tree.passes, 0)
-                work = STEP * tree.passes + BRANCH * further + self.cost_of_reading * unread
+                work = self.step * tree.passes + BRANCH * further + self.cost_of_reading * unread
                 self.seconds += PLAIN_SECONDS * work
             return tree
 
@@ -108,22 +108,26 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--step", type=float, default=STEP, help="cost of a draft step")
     parser.add_argument("--read", type=float, default=READ, help="cost of a token that the draft reads at first")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--no_lookup", action="store_true", help="drafted candidates only")
     options = parser.parse_args(words)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype))
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     turns = chain.from_iterable(zip_longest(*map(read_prompts, options.data)))
     prompts = list(islice((each for each in turns if each is not None), options.count))
     given = [padded([tokens_of(tokenizer, rendered(tokenizer, each.messages))]) for each in prompts]
-    clock = CountedClock(options.read)
+    clock = CountedClock(options.step, options.read)
     clock.install()
     table = Table("setting", "answers", "speed over plain, mean", "median", "lowest")
     for name in options.settings:
         for are_first in (True, False) if "throughput" in name else (False,):
             found = speeds(
                 clock, target, given, options.max_new_tokens, are_first,
-                lambda name=name: assist(target, options.assistant, default=False, lookup=True, **SETTINGS[name]),
+                lambda name=name: assist(
+                    target, options.assistant, default=False, lookup=not options.no_lookup, **SETTINGS[name]
+                ),
             )  # fmt: skip
             mean = len(found) / sum(1.0 / each for each in found)
             row = mean, statistics.median(found), min(found)
