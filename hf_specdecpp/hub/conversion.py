@@ -80,12 +80,8 @@ def _convert_draft(kind: PublishedKind, raw: dict[str, Any], folder: Path, out: 
 
 def read_released_head(folder: Path) -> AcceptanceHead:
     """Read the released SpecDec++ head in `folder`. Its blocks are tied if their tensors are equal, or if the metadata
-    of a safetensors file has aliases for all blocks.
-
-    Raises:
-        ValueError: a file is damaged, unsafe or not a SpecDec++ head.
-        FileNotFoundError: `folder` has no config or no weights.
-    """
+    of a safetensors file has aliases for all blocks. `ValueError` if a file is damaged, unsafe or not such a head,
+    `FileNotFoundError` if `folder` has no config or no weights."""
     size, depth = _read_sizes(folder / CONFIG)
     path = _find_weights(folder)
     tensors = _load_pickle(path) if path.name == PICKLE else files.load_tensors(path)

@@ -77,7 +77,7 @@ def split_prompts(
     `unseen`, or as in `read_prompts`.
 
     A hash of `Prompt.opening` decides, so both sets have different openings, and new prompts hardly move old ones. At
-    least two openings are held out unless `heldout` is 0: one to calibrate the head, one to evaluate it.
+    least two openings are held out: one to calibrate the head, one to evaluate it.
 
     Args:
         heldout: share of the prompts to hold out.
@@ -105,14 +105,13 @@ def split_prompts(
             "train on. Give other prompts, or another test set."
         )
     hashes = [hashlib.sha256(prompt.opening.encode()).digest() for prompt in kept]
-    places, bound = [int.from_bytes(digest[:6], "big") / 2**48 for digest in hashes], heldout
-    if heldout > 0:
-        if len(set(places)) < 3:
-            raise ValueError(
-                f"Different first messages of users: {len(set(places))}, but three are needed: one to train on, one to "
-                "calibrate the head, and one to evaluate it. Give more prompts."
-            )
-        bound = min(max(bound, sorted(set(places))[2]), max(places))
+    places = [int.from_bytes(digest[:6], "big") / 2**48 for digest in hashes]
+    if len(set(places)) < 3:
+        raise ValueError(
+            f"Different first messages of users: {len(set(places))}, but three are needed: one to train on, one to "
+            "calibrate the head, and one to evaluate it. Give more prompts."
+        )
+    bound = min(max(heldout, sorted(set(places))[2]), max(places))
     split: dict[str, list[Prompt]] = {"train": [], "heldout": []}
     for prompt, place in zip(kept, places, strict=True):
         split["heldout" if place < bound else "train"].append(prompt)

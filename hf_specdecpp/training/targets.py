@@ -108,8 +108,7 @@ class LocalTarget:
 
 
 class ServerTarget:
-    """Sends prompts to a server as token ids, `batch_size` at a time, so that no template or tokenizer of the server is
-    used."""
+    """Sends prompts to a server as token ids, `batch_size` at a time: its template and tokenizer are not used."""
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec
