@@ -169,9 +169,8 @@ def opening(speed: dict[str, Any] | None) -> str:
     """The first paragraph of a card, with the speed-up that `specdecpp bench --card` has measured, if any."""
     by = "(speculative decoding with [hf_specdecpp](https://pypi.org/project/hf-specdecpp/))"
     rows = speed["rows"] if speed else []
-    mode = [(row["set"], row["temperature"]) for row in rows][:1]
+    rows = [row for row in rows if (row["set"], row["temperature"]) == (rows[0]["set"], rows[0]["temperature"])]
     ours = [row for row in rows if not row["contestant"].startswith(OTHERS) and row["contestant"] != "lookup"]
-    ours = [row for row in ours if (row["set"], row["temperature"]) in mode]
     if not ours:
         return (
             f"Proposes tokens that `generate()` of the target verifies, so that its output is unchanged\n{by}.\n"

@@ -39,12 +39,8 @@ def read_prompts(source: str) -> list[Prompt]:
     """The prompts of a JSON Lines file, or of a data set `name` or `name:split` (split `train` by default).
 
     Of the columns `prompt` (text or messages), `instruction` (with an optional `input`), `messages` and `question`, the
-    first in a row is used; `id` is optional. Answers at the end of `messages` are dropped.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: there are no prompts, or a row is malformed (the message has the line).
-        OSError, ValueError: `datasets` cannot load the data set, or the split does not exist.
+    first in a row is used; `id` is optional. Answers at the end of `messages` are dropped. `ValueError` if there are no
+    prompts, or a row is malformed (the message has the line); `OSError` or `ValueError` if file or data set is missing.
     """
     path = Path(source)
     if path.is_file():
@@ -77,7 +73,7 @@ def split_prompts(
     `unseen`, or as in `read_prompts`.
 
     A hash of `Prompt.opening` decides, so both sets have different openings, and new prompts hardly move old ones. At
-    least two openings are held out: one to calibrate the head, one to evaluate it.
+    least two openings are held out unless `heldout` is 0: one to calibrate the head, one to evaluate it.
 
     Args:
         heldout: share of the prompts to hold out.
@@ -105,13 +101,14 @@ def split_prompts(
             "train on. Give other prompts, or another test set."
         )
     hashes = [hashlib.sha256(prompt.opening.encode()).digest() for prompt in kept]
-    places = [int.from_bytes(digest[:6], "big") / 2**48 for digest in hashes]
-    if len(set(places)) < 3:
-        raise ValueError(
-            f"Different first messages of users: {len(set(places))}, but three are needed: one to train on, one to "
-            "calibrate the head, and one to evaluate it. Give more prompts."
-        )
-    bound = min(max(heldout, sorted(set(places))[2]), max(places))
+    places, bound = [int.from_bytes(digest[:6], "big") / 2**48 for digest in hashes], heldout
+    if heldout > 0:
+        if len(set(places)) < 3:
+            raise ValueError(
+                f"Different first messages of users: {len(set(places))}, but three are needed: one to train on, one to "
+                "calibrate the head, and one to evaluate it. Give more prompts."
+            )
+        bound = min(max(bound, sorted(set(places))[2]), max(places))
     split: dict[str, list[Prompt]] = {"train": [], "heldout": []}
     for prompt, place in zip(kept, places, strict=True):
         split["heldout" if place < bound else "train"].append(prompt)

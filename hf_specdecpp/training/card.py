@@ -21,7 +21,7 @@ from hf_specdecpp.training import evaluation
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import TrainingConfig, file_names, settings
 from hf_specdecpp.training.distillation.distill import REPORT
-from hf_specdecpp.training.models import CALIBRATION, EVALUATION_FOLDER, HEAD, load_assistant, load_target
+from hf_specdecpp.training.models import CALIBRATION, EVALUATION_FOLDER, HEAD, Trained
 from hf_specdecpp.training.trainers import save_json
 from hf_specdecpp.version import __version__
 
@@ -34,7 +34,7 @@ def run(config: TrainingConfig) -> Path:
     the speeds of `work/speed.json`, if `specdecpp bench --card` wrote that file. `work/card.json` stores the results
     that `make_card` takes. `ValueError` if the head has not been evaluated yet."""
     training = results(config)
-    assistant = load_assistant(config, load_target(config))
+    assistant = Trained.load(config).assistant
     # For generation in several processes, where `throughput` cannot measure costs and becomes `threshold`.
     first = next(iter(training["evaluation"]["sets"]["heldout"].values()))
     best = max(first["curves"]["head"], key=lambda point: point["speed"])

@@ -87,11 +87,8 @@ class Examples:
     def of_text(
         self, input_ids: Tensor, prompt_length: int, sampling: Sampling, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """The examples of one sequence: a row for each of the n tokens of the answer, with s candidates per row.
-
-        Args:
-            input_ids: `[1, length]`, prompt and answer.
-            generator: a CPU generator.
+        """The examples of a prompt and its answer, `[1, length]`: a row for each of the answer's n tokens, with s
+        candidates per row.
 
         Returns:
             `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (only `"before"`), `label` `[n, s]`,

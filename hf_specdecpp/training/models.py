@@ -47,7 +47,7 @@ class Trained:
 
     @classmethod
     def load(cls, config: TrainingConfig) -> Trained:
-        target = load_target(config)
+        target = load(config.target, config.dtype)
         return cls(config, target, load_assistant(config, target))
 
     @property
@@ -64,7 +64,7 @@ class Trained:
 
     def texts(self, split: str, sampling: Sampling) -> Dataset:
         """Rollouts of `split` at the temperature of `sampling`. `ValueError` if there are none."""
-        return answers.written_at(answers.load(self.config.work, split), sampling.temperature)
+        return answers.load(self.config.work, split, sampling.temperature)
 
 
 def check(config: TrainingConfig) -> None:
@@ -110,10 +110,6 @@ def load(name: str, dtype: Any) -> CausalLM:
     """Load a model on the device of this process."""
     with loading.quiet_loading():
         return loading.load_model(name, dtype=dtype, device=process_state().device)
-
-
-def load_target(config: TrainingConfig) -> CausalLM:
-    return load(config.target, config.dtype)
 
 
 def load_draft_vocab(work: Path) -> Tensor | None:

@@ -88,27 +88,20 @@ class Recorder:
     inputs: str
 
     def of_text(self, ids: list[int], starts: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
-        """Draft a chain after `ids[:start]` for every start.
+        """Draft a chain after `ids[:start]` for every start (ascending, at least 1), up to an end-of-sequence token.
 
-        Args:
-            ids: tokens of prompt and answer.
-            starts: lengths of prefixes, ascending, each at least 1.
-
-        Returns:
-            One row per candidate, chain after chain: `start`, `index` in the chain, `token`, `hidden` `[rows,
-            hidden_size]`, `scalars` `[rows, 6]`, and `label`, the probability that the candidate is accepted. A chain
-            ends with its first end-of-sequence token. `hidden` is the draft's state that a head with `inputs` reads.
-        """
-        drafter, sampling = self.assistant.ready_drafter(), self.sampling
-        vocab_size = int(self.assistant.config.vocab_size or 0)
+        Returns one row per candidate, chain after chain: `start`, `index` in the chain, `token`, `hidden` `[rows,
+        hidden_size]`, the draft's state that a head with `inputs` reads, `scalars` `[rows, 6]`, and `label`, the
+        probability that the candidate is accepted."""
+        drafter = self.assistant.ready_drafter()
         states = target_states(self.target, drafter, ids)
-        drawing = Drawing(sampling, vocab_size, generator)
+        drawing = Drawing(self.sampling, int(self.assistant.config.vocab_size or 0), generator)
         reader, parts = DraftModel(self.target, shares_target=True), []
         branching = [drafter.model] if drafter.blocks_after is None else []  # a block draft reads no candidates
         for group in together(starts, *branching, self.target):
             drafted = draft_chains(drafter, ids, states, group, MAX_TOKENS, drawing)
             p = target_probabilities(reader, ids, group, drafted.tokens, drawing).to(drafter.device)
-            q = torch.ones_like(p) if sampling.greedy else drafted.scalars[..., 0].exp()
+            q = torch.ones_like(p) if self.sampling.greedy else drafted.scalars[..., 0].exp()
             rows = {
                 "start": group.to(p.device)[:, None].expand_as(p),
                 "index": torch.arange(p.shape[1], device=p.device).expand_as(p),

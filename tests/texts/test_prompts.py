@@ -132,6 +132,7 @@ def test_split_of_few_prompts(tmp_path: Path) -> None:
     for share in (1e-9, 1 - 1e-9):
         split = split_prompts([few], share)
         assert (len(split["train"]), len(split["heldout"])) == (1, 2), share  # one calibrates, one measures
+    assert split_prompts([few], 0.0)["heldout"] == []
     with pytest.raises(ValueError, match="Different first messages of users: 1, but three are needed"):
         split_prompts([write(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a"})], 0.1)
     with pytest.raises(ValueError, match="No prompts were given"):

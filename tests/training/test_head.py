@@ -33,13 +33,13 @@ from hf_specdecpp.training.configuration import DistillConfig, HeadConfig, Train
 from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation.trainer import AdaptedDraft
 from hf_specdecpp.training.features import Examples
-from hf_specdecpp.training.models import Trained, answer_counts, load_assistant, load_head, load_target
+from hf_specdecpp.training.models import Trained, answer_counts, load, load_assistant, load_head
 from hf_specdecpp.training.recorded_chains import Recorder
 from hf_specdecpp.training.trainers import last_checkpoint
 
 
 def one_text(config: Any, **head: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
-    target = load_target(config)
+    target = load(config.target, config.dtype)
     drafter = load_assistant(config, target).ready_drafter()
     ids = torch.tensor([answers.load(config.work, "train")[0]["input_ids"]])
     generator = torch.Generator().manual_seed(0)

@@ -68,17 +68,14 @@ class DistilledDraft(nn.Module):
             `[positions, steps, 2]`: the probability that a candidate is accepted, and whether draft and target have the
             same likeliest token. A draft that reads only tokens has one step.
         """
-        hidden = self._read(input_ids, answers, states)
+        rounds = [] if states is None else unrolled(self.drafter, input_ids, states, self.settings.unroll)
+        steps = list(rounds) or [self.drafter.hidden_states(input_ids)]
+        # The inputs of the draft's LM head, `[positions, steps, hidden_size]`.
+        hidden = torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
         if measure:
             parts = _chunks(len(hidden), max(CHUNK // hidden.shape[1], 1))
             return torch.cat([self._measure(hidden[at], p_logits(at)) for at in parts])
         return summed(hidden, lambda at, part: self._distances(part, p_logits(at)).sum()) / hidden.shape[1]
-
-    def _read(self, input_ids: Tensor, answers: Tensor, states: Tensor | None) -> Tensor:
-        """The inputs of the draft's LM head, `[positions, steps, hidden_size]`."""
-        rounds = [] if states is None else unrolled(self.drafter, input_ids, states, self.settings.unroll)
-        steps = list(rounds) or [self.drafter.hidden_states(input_ids)]
-        return torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
         """The result of `forward` with `measure`; q is 0 at token ids that the draft does not have."""
