@@ -77,7 +77,7 @@ def rows_of(
 ) -> dict[str, Tensor]:
     """The candidates of the chains along the answers of a split, with `inputs` `[n, 9]` and the head's `log_odds`."""
     parts, recorder = [], Recorder(assistant, target, sampling, assistant.head.inputs)
-    texts = answers.written_at(answers.load(config.work, split), sampling.temperature)
+    texts = answers.load(config.work, split, sampling.temperature)
     for number, text in enumerate(logging.tqdm(texts, desc=f"{split}, temperature {sampling.temperature:g}")):
         ids, generator = text["input_ids"], torch.Generator().manual_seed(number)
         first, number_of_places = text["prompt_length"] + 1, len(ids) - MAX_TOKENS - text["prompt_length"] - 1

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -66,10 +66,9 @@ def demo(**options: Any) -> None:
 
     The exit code is 1 if answers differ. Speeds are compared in CPU time.
     """
-    from hf_specdecpp.models.loading import quiet_loading
     from hf_specdecpp.terminal.demo import run
 
-    with _failing(), quiet_loading():
+    with _failing():
         run(settings_from(DemoConfig, options), _console())
 
 
@@ -77,10 +76,9 @@ def demo(**options: Any) -> None:
 @options_of(ChatConfig)
 def chat(**options: Any) -> None:
     """Chat with a model that has an assistant. Messages may come from a pipe, one per line."""
-    from hf_specdecpp.models.loading import quiet_loading
     from hf_specdecpp.terminal.chat import run
 
-    with _failing(), quiet_loading():
+    with _failing():
         run(settings_from(ChatConfig, options), _console())
 
 
@@ -95,7 +93,7 @@ def train(**options: Any) -> None:
         from hf_specdecpp.training.run import run
     except ImportError as error:
         _fail(f"Training cannot be imported: {error}. Install the extra: pip install 'hf-specdecpp[train]'.")
-    with _failing():
+    with _failing(quiet=False):
         run(settings_from(TrainOptions, options))
 
 
@@ -108,9 +106,8 @@ def bench(**options: Any) -> None:
     by more than a near-tie.
     """
     from hf_specdecpp.benchmark.live import run
-    from hf_specdecpp.models.loading import quiet_loading
 
-    with _failing(), quiet_loading():
+    with _failing():
         lossless = run(settings_from(BenchmarkConfig, options), _console())
     if not lossless:
         raise typer.Exit(1)
@@ -142,20 +139,17 @@ def inspect(
         raise typer.BadParameter("--draft names the draft of a converted head, so it needs --convert OUT.")
     from hf_specdecpp.files import Repository
     from hf_specdecpp.hub import conversion, inspection
-    from hf_specdecpp.models.loading import quiet_loading
 
     repository = Repository(repo, revision, subfolder)
     with _failing(repo):
         if convert is not None:
             folder = repository.folder(conversion.PATTERNS)
-            named = dict(zip(("draft_id", "draft_revision"), _pin(draft), strict=True))
-            named |= dict(zip(("target_id", "target_revision"), _pin(target), strict=True))
-            conversion.convert(folder, convert, **named)
+            names = "draft_id", "draft_revision", "target_id", "target_revision"
+            conversion.convert(folder, convert, **dict(zip(names, (*_pin(draft), *_pin(target)), strict=True)))
             repository, target = Repository(str(convert)), None
         report = inspection.inspect(repository)
         name, commit = _pin(target)
-        with quiet_loading():
-            found = inspection.check_draft(repository, name, commit) if name is not None and report.sound else None
+        found = inspection.check_draft(repository, name, commit) if name is not None and report.sound else None
     console = _console()
     _show(report, console)
     if found is not None:
@@ -185,9 +179,8 @@ def export(
     serves it.
     """
     from hf_specdecpp.hub.exporting import export as write
-    from hf_specdecpp.models.loading import quiet_loading
 
-    with _failing(assistant), quiet_loading():
+    with _failing(assistant):
         exported = write(assistant, output, target, to)
     console = _console()
     console.print(_text(f"Written: {output}"), soft_wrap=True)
@@ -223,11 +216,15 @@ def drafts(
 
 
 @contextmanager
-def _failing(repository: str | None = None) -> Iterator[None]:
+def _failing(repository: str | None = None, quiet: bool = True) -> Iterator[None]:
     """Context in which `ValueError` and `OSError` become a line on stderr and exit code 1. For errors of the Hub, which
-    are `OSError`, the line adds that there is no folder `repository` either, unless there is one."""
+    are `OSError`, the line adds that there is no folder `repository` either, unless there is one. `quiet`: without the
+    progress bars of loading."""
+    from hf_specdecpp.models.loading import quiet_loading
+
     try:
-        yield
+        with quiet_loading() if quiet else nullcontext():
+            yield
     except (ValueError, OSError) as error:
         is_said = repository is None or isinstance(error, (ValueError, FileNotFoundError)) or Path(repository).is_dir()
         _fail(str(error) if is_said else f"{error} There is no folder {repository!r} either.")

@@ -66,8 +66,7 @@ TEMPERATURES = "confidence_temperatures.json"  # for SGLang: a factor of the con
 
 
 def commands_for(to: Destination, method: tuple[str, str, str] = AS_MODEL) -> dict[str, list[str]]:
-    """Shell commands that serve a draft, by engine; those for DSpark act on its confidence head. An unknown target is
-    written as `TARGET`."""
+    """Shell commands that serve a draft, by engine, with `TARGET` for an unknown target."""
     (vllm, sglang, llama_cpp), count, draft = method, to.num_tokens, str(to.output)
     target, gguf, is_dspark = to.target or "TARGET", f"{to.output}.gguf", method == AS_DSPARK
     reads_target = [] if method == AS_MODEL else ["--target-model-dir", target]

@@ -102,7 +102,7 @@ def record(
     stands, label, scalars, rejected, rejected_scalars = (torch.cat(part) for part in zip(*parts, strict=True))
     on_text = known(truth, scalars, label, hidden[places - int(before)])
 
-    drawing = branches.Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
+    drawing = branches.Drawing(sampling, vocab_size, generator)
     off_text: list[list[list[float]]] = []
     leaving = places[~stands]
     groups = branches.together(leaving, drafter.model, reader.model) if len(leaving) else ()
@@ -110,7 +110,7 @@ def record(
         here = torch.isin(places, group)
         own: Any = Leaving(drawing, (rejected[here], rejected_scalars[here]))
         chains = branches.draft_chains(drafter, text.ids, None, group, length, own)
-        label = branches.target_probabilities(reader, text.ids, group, chains.tokens, sampling.p, vocab_size)
+        label = branches.target_probabilities(reader, text.ids, group, chains.tokens, drawing)
         label = label.to(q.device)
         if not sampling.greedy:
             label = (label / chains.scalars[..., 0].exp()).clamp_max(1.0)

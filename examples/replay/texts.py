@@ -132,7 +132,7 @@ def _rollouts(benchmark: Benchmark, work: Path, temperature: float) -> Iterator[
     settings = answers.record(work)["settings"]
     splits = {path.parent.name for path in (work / answers.FOLDER).glob("*/shard-*.parquet")}
     for name in sorted(splits - {answers.TRAIN, answers.HELDOUT}):
-        rows = list(answers.written_at(answers.load(work, name), temperature))
+        rows = list(answers.load(work, name, temperature))
         texts = {}
         chosen: list[Any] = sample_prompts(rows, config.max_prompts, config.seed)
         for row in chosen:

@@ -182,11 +182,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 class RunLog:
-    """The log of finished generations, a JSON line each.
-
-    A later run with the same settings continues the log as a new session; speeds are only compared within a session.
-    `ValueError` for other settings.
-    """
+    """The log of finished generations, a JSON line each, which later runs with the same settings continue as a new
+    session: speeds are only compared within a session. `ValueError` for other settings."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], name: str = RUNS) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,16 +29,11 @@ PARTS = ("weight", "bias")  # of a block
 
 
 def convert(folder: Path, out: Path, **models: str | None) -> None:
-    """Convert the SpecDec++ head, or the published draft, in `folder` into the new folder `out`.
+    """Convert the SpecDec++ head, or the published draft, in `folder` into the new folder `out`. `ValueError` if a file
+    is damaged, unsafe or neither of these; `OSError` if a file is missing, or `out` has a `config.json` already.
 
-    Args:
-        models: `draft_id`, `draft_revision`, `target_id` and `target_revision` that the head was trained with, only for
-            heads. Without `draft_id` only the head can be loaded (`repository.load_head`), not the assistant.
-
-    Raises:
-        ValueError: a file is damaged, unsafe or neither a SpecDec++ head nor a published draft.
-        OSError: a file is missing, or `out` has a `config.json` already.
-    """
+    `models`, only for heads: `draft_id`, `draft_revision`, `target_id` and `target_revision` that the head was trained
+    with. Without `draft_id` only the head can be loaded (`repository.load_head`), not the assistant."""
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already has a {CONFIG}, which would be overwritten. Choose a new folder.")
     raw: Any = files.read_json(folder / CONFIG, files.MOST_CONFIG_BYTES) if (folder / CONFIG).is_file() else None
@@ -80,12 +75,8 @@ def _convert_draft(kind: PublishedKind, raw: dict[str, Any], folder: Path, out: 
 
 def read_released_head(folder: Path) -> AcceptanceHead:
     """Read the released SpecDec++ head in `folder`. Its blocks are tied if their tensors are equal, or if the metadata
-    of a safetensors file has aliases for all blocks.
-
-    Raises:
-        ValueError: a file is damaged, unsafe or not a SpecDec++ head.
-        FileNotFoundError: `folder` has no config or no weights.
-    """
+    of a safetensors file has aliases for all blocks. `ValueError` if a file is damaged, unsafe or not such a head,
+    `FileNotFoundError` if `folder` has no config or no weights."""
     size, depth = _read_sizes(folder / CONFIG)
     path = _find_weights(folder)
     tensors = _load_pickle(path) if path.name == PICKLE else files.load_tensors(path)

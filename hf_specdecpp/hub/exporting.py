@@ -31,11 +31,8 @@ def export(
         to: `"vllm"`, `"sglang"` or `"llama.cpp"`: return only the commands of this engine, write them into `serve.sh`,
             and let the engine's own loader check the folder, if it is installed.
 
-    Raises:
-        ValueError: no engine serves a draft of this kind, the written files do not reproduce the draft, the engine
-            refuses them, or `to` is another engine.
-        OSError, huggingface_hub errors: `output` is not empty, or a file is missing or cannot be read or written.
-    """
+    `ValueError` if no engine serves a draft of this kind, the written files do not reproduce the draft, or the engine
+    refuses them; `OSError` or an error of the Hub if `output` is not empty, or a file cannot be read or written."""
     output = Path(output)
     if to is not None and to not in ENGINES:
         raise ValueError(f"--to {to!r} must be one of {', '.join(ENGINES)}. Leave it out to print all commands.")

@@ -42,8 +42,7 @@ def table() -> tuple[Published, ...]:
 
 
 def published(target: str) -> list[Published]:
-    """The drafts for `target`, a Hub id or a folder with the model's name, such as `models/Qwen3-8B`, in the order of
-    `table`."""
+    """The drafts for `target`, a Hub id or a folder such as `models/Qwen3-8B`, in the order of `table`."""
     name = target.rstrip("/").lower()
     wanted = name if name in {each.target.lower() for each in table()} else Path(name).name
     return [each for each in table() if wanted in (each.target.lower(), each.target.lower().split("/")[1])]

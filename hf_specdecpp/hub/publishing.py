@@ -8,7 +8,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,7 @@ def push(
     """Upload the assistant's repository to the Hub. An existing model card is kept, unless `card` has a new one.
 
     A local target is named without its parent folders. `commit`: arguments of `huggingface_hub.upload_folder`.
-
-    Raises:
-        ValueError: the draft is a local folder.
-        huggingface_hub errors: of the upload.
-    """
+    `ValueError` if the draft is a local folder; errors of the upload as in `huggingface_hub`."""
     config = contents.config
     if config.draft_id is not None and Path(config.draft_id).exists():
         raise ValueError(
@@ -116,15 +112,12 @@ def push(
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     # An existing card may have been edited.
     kept = [CARD] if card is None and api.file_exists(repo, CARD, revision=commit.get("revision")) else None
+    text = str(make_card(contents.described(), contents.head)) if card is None else card
+    config = copy.deepcopy(config)
+    config.target_id = config.target_id and public_name(config.target_id)
     with tempfile.TemporaryDirectory() as folder:
-        if card is not None:
-            save_text(card, Path(folder, CARD))
-        save(contents, Path(folder))
-        text = Path(folder, CARD).read_text(encoding="utf-8")
         save_text(text.replace(THIS_REPO, repo), Path(folder, CARD))
-        if config.target_id is not None:
-            stored = {**read_json(Path(folder, CONFIG)), "target_id": public_name(config.target_id)}
-            save_text(json.dumps(stored, indent=2) + "\n", Path(folder, CONFIG))
+        save(replace(contents, config=config), Path(folder))
         return api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, **commit)
 
 
@@ -134,8 +127,7 @@ def push(
 def make_card(
     config: SpecDecPPConfig, head: AcceptanceHead | None, training: dict[str, Any] | None = None
 ) -> ModelCard:
-    """The model card for a config (as stored) and a head. `training`: the results of the training run
-    (`training.card.results`), or `None`."""
+    """The model card for a config (as stored) and a head. `training`: `training.card.results` of the training run."""
     ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     bases = [Repository(name).name for name in ids]
     sets = {} if training is None else training["evaluation"]["sets"]
@@ -177,9 +169,8 @@ def opening(speed: dict[str, Any] | None) -> str:
     """The first paragraph of a card, with the speed-up that `specdecpp bench --card` has measured, if any."""
     by = "(speculative decoding with [hf_specdecpp](https://pypi.org/project/hf-specdecpp/))"
     rows = speed["rows"] if speed else []
-    mode = [(row["set"], row["temperature"]) for row in rows][:1]
+    rows = [row for row in rows if (row["set"], row["temperature"]) == (rows[0]["set"], rows[0]["temperature"])]
     ours = [row for row in rows if not row["contestant"].startswith(OTHERS) and row["contestant"] != "lookup"]
-    ours = [row for row in ours if (row["set"], row["temperature"]) in mode]
     if not ours:
         return (
             f"Proposes tokens that `generate()` of the target verifies, so that its output is unchanged\n{by}.\n"

@@ -116,8 +116,7 @@ def read_config(path: Path) -> tuple[DraftKind, dict[str, Any]]:
 
 
 class DraftTokenizer(PreTrainedTokenizerFast):
-    """`AutoTokenizer.from_pretrained(assistant)`, which pipelines call, loads the tokenizer of the draft or target: an
-    assistant's repository has none."""
+    """Loads the tokenizer of the draft or target for pipelines, which look for one in the assistant's repository."""
 
     @classmethod
     def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -51,11 +51,8 @@ def run(config: ChatConfig, console: Console) -> None:
 
 
 class Chat:
-    """A conversation with a model that has a default assistant.
-
-    The cache is kept between answers, so that only new text is read. If the chat template changes earlier text, for
-    example drops thoughts, the whole conversation is read again.
-    """
+    """A conversation with a model that has a default assistant. The cache is kept between answers, so that only new
+    text is read; all text is read again if the chat template changes earlier text, for example drops thoughts."""
 
     def __init__(
         self, model: CausalLM, tokenizer: PreTrainedTokenizerBase, assistant: SpecDecPPAssistant, config: ChatConfig,
@@ -95,8 +92,7 @@ class Chat:
         self.console.print(Text(without_controls(text), style), soft_wrap=True)
 
     def answer(self, message: str) -> None:
-        """Print the answer to a message and its speed, or the error. Message and answer are added to the conversation;
-        after Ctrl-C the text that was printed."""
+        """Print the answer to a message and its speed, or the error. The conversation grows by what was printed."""
         begin, shown = time.perf_counter(), _Shown(self.tokenizer, self.console)
         messages = [*self.messages, {"role": "user", "content": message}]
         try:

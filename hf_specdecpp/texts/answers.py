@@ -28,18 +28,17 @@ def record(work: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def load(work: Path, split: str) -> datasets.Dataset:
-    """The answers of `train`, `heldout` or a test set. `ValueError` if the stage is not finished, or there are none."""
+def load(work: Path, split: str, temperature: float | None = None) -> datasets.Dataset:
+    """The answers of `train`, `heldout` or a test set, of one temperature or all. `ValueError` if the stage is not
+    finished, or there are none."""
     record(work)
     shards = sorted((work / FOLDER / split).glob("shard-*.parquet"))
     if not shards:
         advice = "Set rollouts.heldout above 0" if split == HELDOUT else f"Give prompts for {split}"
         raise ValueError(f"{work / FOLDER / split} has no answers. {advice} and run rollouts again.")
-    return datasets.Dataset.from_parquet([str(path) for path in shards], cache_dir=str(work / "cache"))
-
-
-def written_at(answers: datasets.Dataset, temperature: float) -> datasets.Dataset:
-    """The answers that were generated at a temperature. `ValueError` if there are none."""
+    answers = datasets.Dataset.from_parquet([str(path) for path in shards], cache_dir=str(work / "cache"))
+    if temperature is None:
+        return answers
     rows = [row for row, own in enumerate(answers["temperature"]) if math.isclose(own, temperature, rel_tol=1e-6)]
     if not rows:
         known = ", ".join(f"{own:g}" for own in sorted(set(answers["temperature"])))

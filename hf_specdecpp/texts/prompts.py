@@ -39,12 +39,8 @@ def read_prompts(source: str) -> list[Prompt]:
     """The prompts of a JSON Lines file, or of a data set `name` or `name:split` (split `train` by default).
 
     Of the columns `prompt` (text or messages), `instruction` (with an optional `input`), `messages` and `question`, the
-    first in a row is used; `id` is optional. Answers at the end of `messages` are dropped.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: there are no prompts, or a row is malformed (the message has the line).
-        OSError, ValueError: `datasets` cannot load the data set, or the split does not exist.
+    first in a row is used; `id` is optional. Answers at the end of `messages` are dropped. `ValueError` if there are no
+    prompts, or a row is malformed (the message has the line); `OSError` or `ValueError` if file or data set is missing.
     """
     path = Path(source)
     if path.is_file():

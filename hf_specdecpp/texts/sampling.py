@@ -1,5 +1,4 @@
-"""p and q at a temperature and top-k, computed with the logits processors of `generate()`, and draws from many rows at
-once, for training and benchmarks."""
+"""p and q at a temperature and top-k, computed with the logits processors of `generate()`, and draws from many rows."""
 
 from __future__ import annotations
 

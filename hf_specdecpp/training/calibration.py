@@ -19,7 +19,7 @@ from hf_specdecpp.estimation.metrics import SMALLEST, binary_kl, ece
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import recorded_chains
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.models import CALIBRATION, HEAD, Trained, save_head
+from hf_specdecpp.training.models import CALIBRATION, HEAD, HEAD_WEIGHTS, Trained, save_module
 from hf_specdecpp.training.trainers import save_json
 
 MIN_CANDIDATES = 200  # the first position with fewer, and all later ones, share the temperature of the position before
@@ -49,7 +49,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
             "after": quality(calibration.apply(raw, index).sigmoid(), label, index),
         }
         head.calibration[MODES[sampling.greedy]] = calibration
-    save_head(head, config.work / HEAD)
+    save_module(head, head.state_dict(), config.work / HEAD / HEAD_WEIGHTS)
     save_json(report, config.work / HEAD / CALIBRATION)
     return report
 

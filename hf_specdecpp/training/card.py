@@ -21,7 +21,7 @@ from hf_specdecpp.training import evaluation
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import TrainingConfig, file_names, settings
 from hf_specdecpp.training.distillation.distill import REPORT
-from hf_specdecpp.training.models import CALIBRATION, EVALUATION_FOLDER, HEAD, load_assistant, load_target
+from hf_specdecpp.training.models import CALIBRATION, EVALUATION_FOLDER, HEAD, Trained
 from hf_specdecpp.training.trainers import save_json
 from hf_specdecpp.version import __version__
 
@@ -34,26 +34,21 @@ def run(config: TrainingConfig) -> Path:
     the speeds of `work/speed.json`, if `specdecpp bench --card` wrote that file. `work/card.json` stores the results
     that `make_card` takes. `ValueError` if the head has not been evaluated yet."""
     training = results(config)
-    assistant = load_assistant(config, load_target(config))
+    assistant = Trained.load(config).assistant
     # For generation in several processes, where `throughput` cannot measure costs and becomes `threshold`.
     first = next(iter(training["evaluation"]["sets"]["heldout"].values()))
     best = max(first["curves"]["head"], key=lambda point: point["speed"])
     assistant.speculation = SpeculationConfig(**{"threshold": best["setting"], **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
-    folders = set()
-    for role in ("target", "draft"):  # a Hub id if known, else the name without folders of this machine
-        chosen, read_from = getattr(config, f"{role}_id"), getattr(assistant.config, f"{role}_id")
-        if chosen is not None:
-            setattr(assistant.config, f"{role}_id", chosen)
-            setattr(assistant.config, f"{role}_revision", getattr(config, f"{role}_revision"))
-        elif read_from is not None and public_name(read_from) != read_from:
-            setattr(assistant.config, f"{role}_id", public_name(read_from))
-            folders.add(public_name(read_from))
-    assistant.save_pretrained(output := Path(config.output))
+    own = assistant.config
+    if config.target_id is not None:
+        own.target_id, own.target_revision = config.target_id, config.target_revision
+    if config.draft_id is not None:
+        own.draft_id, own.draft_revision = config.draft_id, config.draft_revision
     card = make_card(assistant.contents().described(), assistant.head, training)
-    data: Any = card.data
-    data.base_model = [name for name in data.base_model or () if name not in folders] or None
-    data.base_model_relation = data.get("base_model_relation") if data.base_model else None
+    # After the card, which does not list folders of this machine as base models.
+    own.target_id, own.draft_id = (name and public_name(name) for name in (own.target_id, own.draft_id))
+    assistant.save_pretrained(output := Path(config.output))
     save_text(str(card), output / CARD)
     save_json(training, config.work / RESULTS)
     return output

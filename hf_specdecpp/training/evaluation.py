@@ -35,8 +35,6 @@ def run(config: TrainingConfig) -> dict[str, Any]:
     the report, which is in `work/evaluation`, too. `ValueError` if there is no head, or there are no rollouts."""
     if not (config.work / HEAD / CALIBRATION).is_file():
         raise ValueError(f"{config.work / HEAD / CALIBRATION} is missing: run 'head' and 'calibrate' before 'eval'.")
-    folder = config.work / EVALUATION_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     made = Trained.load(config)
     sets = {
         split: {f"{each:g}": _evaluate(made, split, config.sampling(each)) for each in config.rollouts.temperatures}
@@ -44,7 +42,7 @@ def run(config: TrainingConfig) -> dict[str, Any]:
     }
     where = {"device": device_name(made.target.device), "dtype": str(made.target.dtype).removeprefix("torch.")}
     report = {**where, "acceptance_by_rank": acceptance_by_rank(made), "sets": sets}
-    save_json(report, folder / REPORT)
+    save_json(report, config.work / EVALUATION_FOLDER / REPORT)
     return report
 
 

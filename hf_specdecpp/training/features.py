@@ -37,8 +37,7 @@ MIXING = 0.15  # share of positions where the draft of an "after" head reads the
 
 
 def build(made: Trained, split: str) -> FeatureSet:
-    """The features of all rollouts of `split`, cached in `work/features`. `ValueError` if there are no rollouts, or a
-    shard is damaged."""
+    """The features of all rollouts of `split`, cached in `work/features`. `ValueError` without rollouts."""
     config = made.config
     texts = answers.load(config.work, split)
     if split == "train" and config.head.max_texts is not None:
@@ -88,11 +87,8 @@ class Examples:
     def of_text(
         self, input_ids: Tensor, prompt_length: int, sampling: Sampling, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """The examples of one sequence: a row for each of the n tokens of the answer, with s candidates per row.
-
-        Args:
-            input_ids: `[1, length]`, prompt and answer.
-            generator: a CPU generator.
+        """The examples of a prompt and its answer, `[1, length]`: a row for each of the answer's n tokens, with s
+        candidates per row.
 
         Returns:
             `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (only `"before"`), `label` `[n, s]`,
@@ -124,9 +120,8 @@ class Examples:
     def _candidates(
         self, logits: Tensor, hidden: Tensor, text: Tensor, sampling: Sampling, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Candidates for n positions, with their labels, from the target's logits `[n, vocab]` and the draft's states
-        `[n, hidden_size]`; the result is as in `of_text`, but for `"path"` the mask is the probability that a round
-        keeps the token of the `text` `[n]`."""
+        """The result of `of_text` for n positions, from the target's logits `[n, vocab]` and the draft's states `[n,
+        hidden_size]`; for `"path"` the mask is the probability that a round keeps the token of the `text` `[n]`."""
         p = sampling.p(logits.to(hidden.device))
         q = sampling.q(self.drafter.logits(hidden, logits.shape[-1]))
         if self.head.inputs == "path":
@@ -205,8 +200,7 @@ def draw_siblings(q: Tensor, n: int, generator: torch.Generator | None = None, g
 
 
 def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """min(1, p(y) / q(y)), `[...]`: the probability that candidate y, `token` `[...]`, is accepted (SpecDec++, section
-    3.2); 0 if p or q is nan."""
+    """min(1, p(y) / q(y)), `[...]`: the probability that candidate y, `token` `[...]`, is accepted; 0 for NaN."""
     p_of, q_of = (probs.gather(-1, token[..., None])[..., 0] for probs in (p, q))
     return (p_of / q_of).clamp_max(1.0).nan_to_num(0.0)
 
@@ -232,8 +226,7 @@ def sibling_labels(p: Tensor, drawn_from: list[Tensor], tokens: Tensor) -> tuple
 def weighted_bce(log_odds: Tensor, label: Tensor, rejection_weight: float, mask: Tensor) -> Tensor:
     """The paper's loss, 0-d: - Σ [P log P̂ + w_rej (1 - P) log(1 - P̂)] / [w_rej Σ (1 - P) + Σ P].
 
-    `label`: P, between 0 and 1; `mask`: bool, or weights of the candidates (`sibling_labels`). If all are 0, so is the
-    loss."""
+    `label`: P, between 0 and 1; `mask`: bool, or weights of the candidates (`sibling_labels`), which may all be 0."""
     weight = mask.to(log_odds.dtype)
     accept, reject = weight * label, weight * rejection_weight * (1.0 - label)
     loss = -(accept * F.logsigmoid(log_odds) + reject * F.logsigmoid(-log_odds)).sum()

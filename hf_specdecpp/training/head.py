@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,8 +18,8 @@ from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.training import features, trainers
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
-from hf_specdecpp.training.features import weighted_bce
-from hf_specdecpp.training.models import EVALUATION_FOLDER, HEAD, Trained, save_head
+from hf_specdecpp.training.features import FeatureSet, weighted_bce
+from hf_specdecpp.training.models import EVALUATION_FOLDER, HEAD, HEAD_WEIGHTS, Trained, save_module
 
 RECORD, CHECKPOINTS = "fit.json", "checkpoints"
 SCALARS_RATE = 10.0  # learning rate of the network that reads the scalars, relative to that of other weights
@@ -40,9 +39,9 @@ def run(config: TrainingConfig) -> dict[str, float]:
         head = new_head(config, made.drafter)
         if head.inputs == "path" and (published := made.assistant.published_head) is not None:
             head.load_state_dict(published.state_dict())
-        metrics = fit(head, train, heldout, config, made.drafter, folder / CHECKPOINTS)
+        metrics = fit(head, train, heldout, config, made.drafter)
         if trainers.process_state().is_main_process:
-            save_head(head, folder)
+            save_module(head, head.state_dict(), folder / HEAD_WEIGHTS)
             record.end({"texts": len(train), **metrics})
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         trainers.process_state().wait_for_everyone()
@@ -60,16 +59,11 @@ def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:
 
 
 def fit(
-    head: AcceptanceHead,
-    train: features.FeatureSet,
-    heldout: features.FeatureSet,
-    config: TrainingConfig,
-    drafter: Drafter,
-    checkpoints: Path,
+    head: AcceptanceHead, train: FeatureSet, heldout: FeatureSet, config: TrainingConfig, drafter: Drafter
 ) -> dict[str, float]:
     """Train `head` in place, from the latest checkpoint if any. Returns `loss`, `binary_kl` and `auc` on `heldout`, and
     the number of `train_candidates`. `ValueError` if the loss is not finite."""
-    options = config.head
+    options, checkpoints = config.head, config.work / HEAD / CHECKPOINTS
     arguments = trainers.training_arguments(
         config,
         options,

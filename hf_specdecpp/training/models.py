@@ -47,7 +47,7 @@ class Trained:
 
     @classmethod
     def load(cls, config: TrainingConfig) -> Trained:
-        target = load_target(config)
+        target = load(config.target, config.dtype)
         return cls(config, target, load_assistant(config, target))
 
     @property
@@ -64,7 +64,7 @@ class Trained:
 
     def texts(self, split: str, sampling: Sampling) -> Dataset:
         """Rollouts of `split` at the temperature of `sampling`. `ValueError` if there are none."""
-        return answers.written_at(answers.load(self.config.work, split), sampling.temperature)
+        return answers.load(self.config.work, split, sampling.temperature)
 
 
 def check(config: TrainingConfig) -> None:
@@ -112,10 +112,6 @@ def load(name: str, dtype: Any) -> CausalLM:
         return loading.load_model(name, dtype=dtype, device=process_state().device)
 
 
-def load_target(config: TrainingConfig) -> CausalLM:
-    return load(config.target, config.dtype)
-
-
 def load_draft_vocab(work: Path) -> Tensor | None:
     """The token ids `[n]` that a run's draft may propose, or `None` for all."""
     return load_tensors(work / DRAFT_VOCAB)["token_ids"] if (work / DRAFT_VOCAB).is_file() else None
@@ -149,29 +145,22 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
     return {"target": config.target, "draft": config.named_draft or config.draft, "layers": layers, **contents}
 
 
-def save_head(head: AcceptanceHead, folder: Path) -> None:
-    """Write a head. `head.json` is written last: a folder that contains this file is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(head.state_dict(), folder / HEAD_WEIGHTS)
-    save_json(head.to_config(), folder / HEAD_CONFIG)
-
-
-def load_head(folder: Path) -> AcceptanceHead:
-    """The head that `save_head` wrote. `ValueError` if a file is damaged, or the two files do not match."""
-    hint = f"It does not belong to {HEAD_CONFIG} in the same folder: delete {folder} and fit the head again."
-    return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
-
-
-def save_own(kind: DraftKind, module: Any, tensors: dict[str, Tensor], work: Path) -> None:
-    """Write the weights of a fusion or of own layers, and last their config, which marks them as complete."""
-    path = work / kind.own_file
+def save_module(module: Any, tensors: dict[str, Tensor], path: Path) -> None:
+    """Write finite weights of a head, fusion or own layers, and last their config, which marks them as complete."""
     check_finite(tensors, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, path)
     save_json(module.to_config(), path.with_suffix(".json"))
 
 
+def load_head(folder: Path) -> AcceptanceHead:
+    """The fitted head in `folder`. `ValueError` if a file is damaged, or the two files do not match."""
+    hint = f"It does not belong to {HEAD_CONFIG} in the same folder: delete {folder} and fit the head again."
+    return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
+
+
 def load_own(kind: DraftKind, work: Path) -> Any:
-    """The module that `save_own` wrote. `ValueError` if a file is damaged or missing."""
+    """The trained fusion or own layers. `ValueError` if a file is damaged or missing."""
     path = work / kind.own_file
     if not (path.is_file() and path.with_suffix(".json").is_file()):
         raise ValueError(f"{work} has no trained {path.name}. Run the stage distill first.")

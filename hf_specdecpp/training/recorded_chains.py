@@ -7,7 +7,7 @@ a random outcome, which reduces noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,29 +88,22 @@ class Recorder:
     inputs: str
 
     def of_text(self, ids: list[int], starts: Sequence[int], generator: torch.Generator) -> dict[str, Tensor]:
-        """Draft a chain after `ids[:start]` for every start.
+        """Draft a chain after `ids[:start]` for every start (ascending, at least 1), up to an end-of-sequence token.
 
-        Args:
-            ids: tokens of prompt and answer.
-            starts: lengths of prefixes, ascending, each at least 1.
-
-        Returns:
-            One row per candidate, chain after chain: `start`, `index` in the chain, `token`, `hidden` `[rows,
-            hidden_size]`, `scalars` `[rows, 6]`, and `label`, the probability that the candidate is accepted. A chain
-            ends with its first end-of-sequence token. `hidden` is the draft's state that a head with `inputs` reads.
-        """
-        drafter, sampling = self.assistant.ready_drafter(), self.sampling
-        vocab_size = int(self.assistant.config.vocab_size or 0)
+        Returns one row per candidate, chain after chain: `start`, `index` in the chain, `token`, `hidden` `[rows,
+        hidden_size]`, the draft's state that a head with `inputs` reads, `scalars` `[rows, 6]`, and `label`, the
+        probability that the candidate is accepted."""
+        drafter = self.assistant.ready_drafter()
         states = target_states(self.target, drafter, ids)
-        drawing = Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
+        drawing = Drawing(self.sampling, int(self.assistant.config.vocab_size or 0), generator)
         reader, parts = DraftModel(self.target, shares_target=True), []
         branching = [drafter.model] if drafter.blocks_after is None else []  # a block draft reads no candidates
         for group in together(starts, *branching, self.target):
             drafted = draft_chains(drafter, ids, states, group, MAX_TOKENS, drawing)
-            p = target_probabilities(reader, ids, group, drafted.tokens, sampling.p, vocab_size).to(drafter.device)
-            q = torch.ones_like(p) if sampling.greedy else drafted.scalars[..., 0].exp()
+            p = target_probabilities(reader, ids, group, drafted.tokens, drawing).to(drafter.device)
+            q = torch.ones_like(p) if self.sampling.greedy else drafted.scalars[..., 0].exp()
             rows = {
-                "start": drafted.starts[:, None].expand_as(p),
+                "start": group.to(p.device)[:, None].expand_as(p),
                 "index": torch.arange(p.shape[1], device=p.device).expand_as(p),
                 "token": drafted.tokens,
                 "hidden": to_half(drafted.hidden[:, 1:] if self.inputs == "after" else drafted.hidden[:, :-1]),
@@ -149,7 +142,6 @@ def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Any
 class DraftedChains:
     """c chains of k candidates each in one sequence."""
 
-    starts: Tensor  # `[c]`, the number of tokens before each chain, ascending
     tokens: Tensor  # `[c, k]`, the candidates
     scalars: Tensor  # `[c, k, 6]`, `scalar_features` of each candidate
     hidden: Tensor  # `[c, k + 1, hidden_size]`, the draft's state before each candidate, and at the last one
@@ -159,15 +151,15 @@ class DraftedChains:
 class Drawing:
     """Draws candidates from a draft's hidden states."""
 
-    to_q: Callable[[Tensor], Tensor]  # makes q of logits `[n, vocab]`
+    sampling: Sampling
     vocab_size: int  # of the target
-    generator: torch.Generator | None = None  # `None` takes the likeliest token (greedy)
+    generator: torch.Generator | None = None  # not used by greedy sampling
 
     def candidates(self, drafter: Any, states: Tensor) -> tuple[Tensor, Tensor]:
         """One candidate for each state `[n, hidden_size]`: tokens `[n]`, and their `scalar_features` `[n, 6]`."""
-        tokens, scalars, greedy = [], [], self.generator is None
+        tokens, scalars, greedy = [], [], self.sampling.greedy
         for rows in states.split(ROWS_AT_ONCE):
-            q = self.to_q(drafter.logits(rows, self.vocab_size))
+            q = self.sampling.q(drafter.logits(rows, self.vocab_size))
             tokens.append(q.argmax(-1) if greedy else draw_rows(q, self.generator))
             scalars.append(scalar_features(q, tokens[-1], greedy=greedy))
         return torch.cat(tokens), torch.cat(scalars)
@@ -209,7 +201,7 @@ def draft_chains(
             drawn.append((token, row, state))
         drawn.append((token, row, state))
         candidates, features, along = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
-        return DraftedChains(starts, candidates[:, :-1], features[:, :-1], along)
+        return DraftedChains(candidates[:, :-1], features[:, :-1], along)
     branching = BranchingText(drafter, ids[: int(starts[-1])], states)
     hidden, tokens, scalars = [branching.states[starts - 1]], [], []
     one_level = torch.eye(count, dtype=torch.bool, device=device)
@@ -220,7 +212,7 @@ def draft_chains(
         below = one_level.repeat(1, depth + 1)
         depths = (starts + torch.arange(depth + 1, device=device)[:, None]).flatten()
         hidden.append(branching.read(token, starts, below, depths, None if states is None else hidden[-1]))
-    return DraftedChains(starts, torch.stack(tokens, 1), torch.stack(scalars, 1), torch.stack(hidden, 1))
+    return DraftedChains(torch.stack(tokens, 1), torch.stack(scalars, 1), torch.stack(hidden, 1))
 
 
 @torch.no_grad()
@@ -237,11 +229,10 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
 
 @torch.no_grad()
 def target_probabilities(
-    reader: DraftModel, ids: list[int], starts: Tensor, tokens: Tensor, to_p: Callable[[Tensor], Tensor],
-    vocab_size: int,
-) -> Tensor:  # fmt: skip
+    reader: DraftModel, ids: list[int], starts: Tensor, tokens: Tensor, drawing: Drawing
+) -> Tensor:
     """p of each candidate in `tokens` `[c, k]`, given the earlier candidates of its chain. `reader` runs the target;
-    `ids` and `starts` are as in `draft_chains`; `to_p` makes p of logits `[n, vocab]`."""
+    `ids` and `starts` are as in `draft_chains`."""
     device = reader.device
     starts, tokens = starts.to(device), tokens.to(device)
     text = BranchingText(reader, ids[: int(starts[-1])])
@@ -254,7 +245,8 @@ def target_probabilities(
         states = text.read(tokens[:, :-1].flatten(), starts.repeat_interleave(inner), below, depths)
         before = torch.cat((before, states.view(count, inner, -1)), dim=1)
     rows = zip(before.flatten(0, 1).split(ROWS_AT_ONCE), tokens.flatten().split(ROWS_AT_ONCE), strict=True)
-    p = [to_p(reader.logits(states, vocab_size)).gather(-1, token[:, None])[:, 0] for states, token in rows]
+    p_of, size = drawing.sampling.p, drawing.vocab_size
+    p = [p_of(reader.logits(states, size)).gather(-1, token[:, None])[:, 0] for states, token in rows]
     return torch.cat(p).view(count, inner + 1)
 
 

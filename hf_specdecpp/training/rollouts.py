@@ -66,12 +66,8 @@ def all_prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
 
 
 def run(config: TrainingConfig) -> None:
-    """Answer all prompts that have no answer yet.
-
-    Raises:
-        ValueError: prompts or settings are invalid, or there are answers from other settings.
-        ConnectionError, OSError: the server does not answer, or the disk is full; finished shards are kept.
-    """
+    """Answer all prompts that have no answer yet. `ValueError` if prompts or settings are invalid, or answers are from
+    other settings; `OSError` if the server does not answer, or the disk is full: finished shards are kept."""
     folder = config.work / FOLDER
     state = process_state()
     prompts = all_prompts(config)

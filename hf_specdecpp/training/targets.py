@@ -23,7 +23,7 @@ from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.texts.encoding import Codec, Encoded, padded
 from hf_specdecpp.texts.sampling import Sampling, draw_rows, seed_of
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.models import load_target
+from hf_specdecpp.training.models import load
 
 logger = logging.get_logger(__name__)
 
@@ -43,7 +43,7 @@ class LocalTarget:
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec
-        self.model = load_target(config)
+        self.model = load(config.target, config.dtype)
         check_target(self.model)
         self.takes_positions = takes_positions(self.model)
 
@@ -108,8 +108,7 @@ class LocalTarget:
 
 
 class ServerTarget:
-    """Sends prompts to a server as token ids, `batch_size` at a time, so that no template or tokenizer of the server is
-    used."""
+    """Sends prompts to a server as token ids, `batch_size` at a time: its template and tokenizer are not used."""
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec

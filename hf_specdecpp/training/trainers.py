@@ -109,18 +109,14 @@ class Record:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        self._write({"settings": self.settings, "complete": False})
+        save_json({"settings": self.settings, "complete": False}, self.path)
 
     def end(self, result: dict[str, Any]) -> None:
         """Write the result, which marks the record as complete."""
-        self._write({"settings": self.settings, "complete": True, **result})
+        save_json({"settings": self.settings, "complete": True, **result}, self.path)
 
     def _read(self) -> dict[str, Any]:
         return dict(read_json(self.path)) if self.path.is_file() else {}
-
-    def _write(self, contents: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        save_json(contents, self.path)
 
 
 def shards(
@@ -147,4 +143,5 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def save_json(contents: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_text(json.dumps(contents, indent=2) + "\n", path)

@@ -27,7 +27,7 @@ from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.calibration import calibrate
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import Outcome, equal_verification, outcome, stop_lengths, survivals
-from hf_specdecpp.training.models import Trained, load_head, save_head
+from hf_specdecpp.training.models import HEAD_WEIGHTS, Trained, load_head, save_module
 
 JUDGES = {"head", "draft probability", "draft probability, calibrated"}
 
@@ -148,7 +148,8 @@ def test_the_interval_of_the_acceptance_is_over_texts(report: Any) -> None:
 def test_evaluation_needs_a_calibrated_head(has_head: bool, tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=2)
     if has_head:
-        save_head(AcceptanceHead(32, inputs="after"), config.work / "head")
+        head = AcceptanceHead(32, inputs="after")
+        save_module(head, head.state_dict(), config.work / "head" / HEAD_WEIGHTS)
     with pytest.raises(ValueError, match=r"calibration\.json is missing: run 'head' and 'calibrate' before 'eval'"):
         evaluation.run(config)
     assert not (config.work / "evaluation").exists()

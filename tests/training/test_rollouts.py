@@ -153,10 +153,10 @@ def test_every_temperature_has_its_shards(config: TrainingConfig) -> None:
     ), "a second greedy answer would be the first one again"
     assert asked[0, 0.0] != everyone, "a shard is no slice of the file: its prompts may come sorted by kind"
     for written, count in ((0.7, 2), (0.0, 1)):
-        each = [answers.written_at(answers.load(config.work, split), written) for split in SPLITS]
+        each = [answers.load(config.work, split, written) for split in SPLITS]
         assert sum(map(len, each)) == count * NUM_PROMPTS
     with pytest.raises(ValueError, match=r"at temperature 1, only at 0, 0\.7\. Choose one of these, or add"):
-        answers.written_at(answers.load(config.work, "train"), 1.0)
+        answers.load(config.work, "train", 1.0)
 
 
 @pytest.fixture

@@ -183,7 +183,6 @@ def _trainer(inputs: DistillationInputs, draft: DistilledDraft) -> DistillationT
         eval_dataset=heldout.select(range(0, len(heldout), -(-len(heldout) // MEASURED))),
         compute_metrics=partial(summarise, sources=sources),
         target=inputs.target,
-        fusion_learning_rate=distill.fusion_learning_rate,
     )
 
 
@@ -233,7 +232,7 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     if config.kind.own_layers:
         own = {name.removeprefix(LAYER_PREFIX): tensor for name, tensor in state.items()}
         tensors = config.kind.own_tensors(draft.model, own, dtype)
-        models.save_own(config.kind, draft.model, tensors, config.work)
+        models.save_module(draft.model, tensors, config.work / config.kind.own_file)
         return
     tensors = get_peft_model_state_dict(draft, state_dict=state, save_embedding_layers=False)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -242,7 +241,7 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     if draft.fusion is not None:
         own = {name: tensors.pop(name) for name in list(tensors) if FUSION_PREFIX in name}
         own = {name.rpartition(FUSION_PREFIX)[2]: tensor for name, tensor in own.items()}
-        models.save_own(config.kind, draft.fusion, own, config.work)
+        models.save_module(draft.fusion, own, config.work / config.kind.own_file)
     lora = copy.copy(draft.peft_config["default"])
     lora.modules_to_save = lora.exclude_modules = None  # the fusion is in another file
     lora.save_pretrained(str(folder))

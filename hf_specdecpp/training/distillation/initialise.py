@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from torch import Tensor
 from transformers.utils import logging
 
@@ -116,8 +115,7 @@ def _layers_from(kind: DraftKind, start: str) -> Any:
 
 
 def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> DistilledDraft:
-    """The draft to train, which proposes the tokens `vocab` `[n]`, or all tokens. `ValueError` if the draft in
-    `distill.start_from` does not fit."""
+    """The draft to train, which proposes the tokens `vocab` `[n]` or all. `ValueError` if `start_from` does not fit."""
     config, distill, target = inputs.config, inputs.config.distill, inputs.target
     depth = models.depth_of(target)
     middle = sorted({min(2, depth - 1), depth // 2, max(depth - 2, 0)})  # of 30 layers 2, 15 and 28
@@ -130,22 +128,14 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
             settings = first_weights.layer_settings(target, reads, vocab)
             model = first_weights.untrained_layer(settings, target, vocab)
             first_weights.fit_layer(model, target, inputs.texts_to_fit_on("the layer's input"))
-        return OwnLayersDraft(Eagle3Drafter(model, target), distill.unroll, distill.loss)
+        return OwnLayersDraft(Eagle3Drafter(model, target), distill)
     fusion = None
     if config.trains_module:
         fusion = Fusion.untrained(target, middle if config.reads is None else config.reads, distill.fusion_rank)
         if distill.start_from is None:
             first = check_layers(models.layers_of(config, target), depth)[0]
             first_weights.fit_fusion(fusion, target, first, inputs.texts_to_fit_on("the fusion"))
-    lora = LoraConfig(
-        r=distill.rank,
-        lora_alpha=2 * distill.rank,
-        target_modules="all-linear",  # of the decoder: PEFT excludes the LM head
-        exclude_modules=None if fusion is None else r"fusion\..*",
-        modules_to_save=None if fusion is None else ["fusion"],
-        base_model_name_or_path=inputs.draft.config.name_or_path,
-    )
-    adapted = AdaptedDraft(inputs.draft, lora, vocab, fusion, distill.unroll, distill.loss)
+    adapted = AdaptedDraft(inputs.draft, vocab, fusion, distill)
     if distill.start_from is not None:
         _copy_weights(adapted, Path(distill.start_from), config.kind)
     return adapted

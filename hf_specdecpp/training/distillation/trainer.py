@@ -18,6 +18,7 @@ from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL, StateReader, TargetStates
+from hf_specdecpp.training.configuration import DistillConfig
 from hf_specdecpp.training.distillation.unrolling import unrolled
 
 FROZEN = ("lm_head.", "embed_tokens.", "decoder.embed_tokens.")  # parameters of own layers that are not trained
@@ -34,13 +35,11 @@ class DistilledDraft(nn.Module):
 
     Attributes:
         drafter: the draft as it is used in generation. It is not a submodule, because its model is one already.
-        unroll: number of steps of a round that are trained. From the second on, the draft reads its own states.
-        loss: as in `DistillConfig`.
+        settings: those of the stage, of which a draft reads `unroll` and `loss`.
     """
 
     drafter: Any
-    unroll: int
-    loss: str
+    settings: DistillConfig
 
     @property
     def fusion(self) -> StateReader | None:
@@ -69,17 +68,14 @@ class DistilledDraft(nn.Module):
             `[positions, steps, 2]`: the probability that a candidate is accepted, and whether draft and target have the
             same likeliest token. A draft that reads only tokens has one step.
         """
-        hidden = self._read(input_ids, answers, states)
+        rounds = [] if states is None else unrolled(self.drafter, input_ids, states, self.settings.unroll)
+        steps = list(rounds) or [self.drafter.hidden_states(input_ids)]
+        # The inputs of the draft's LM head, `[positions, steps, hidden_size]`.
+        hidden = torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
         if measure:
             parts = _chunks(len(hidden), max(CHUNK // hidden.shape[1], 1))
             return torch.cat([self._measure(hidden[at], p_logits(at)) for at in parts])
         return summed(hidden, lambda at, part: self._distances(part, p_logits(at)).sum()) / hidden.shape[1]
-
-    def _read(self, input_ids: Tensor, answers: Tensor, states: Tensor | None) -> Tensor:
-        """The inputs of the draft's LM head, `[positions, steps, hidden_size]`."""
-        rounds = [] if states is None else unrolled(self.drafter, input_ids, states, self.unroll)
-        steps = list(rounds) or [self.drafter.hidden_states(input_ids)]
-        return torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
         """The result of `forward` with `measure`; q is 0 at token ids that the draft does not have."""
@@ -102,45 +98,47 @@ class DistilledDraft(nn.Module):
         q_logits = self.drafter.head_logits(hidden)
         both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the common token ids
         q_logits = q_logits[..., :both]
-        return distance(self.loss, p_logits[:, None, :both].expand_as(q_logits), q_logits)
+        return distance(self.settings.loss, p_logits[:, None, :both].expand_as(q_logits), q_logits)
 
 
 class AdaptedDraft(DistilledDraft, PeftModel):
     """A draft with a LoRA adapter, and a fusion if it is conditioned; checkpoints of a `PeftModel` hold only these."""
 
     def __init__(
-        self,
-        draft: CausalLM,
-        lora: LoraConfig,
-        draft_vocab: Tensor | None,
-        fusion: StateReader | None = None,
-        unroll: int = 1,
-        loss: str = "kl",
+        self, draft: CausalLM, draft_vocab: Tensor | None, fusion: StateReader | None, settings: DistillConfig
     ) -> None:
         # New frozen parameters in the same memory, so that training cannot change the target's parameters.
         memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in draft.parameters()}
         own = copy.deepcopy(draft, memo | {id(buffer): buffer for buffer in draft.buffers()})
         if fusion is not None:
             own.fusion = fusion
+        lora = LoraConfig(
+            r=settings.rank,
+            lora_alpha=2 * settings.rank,
+            target_modules="all-linear",  # of the decoder: PEFT excludes the LM head
+            exclude_modules=None if fusion is None else r"fusion\..*",
+            modules_to_save=None if fusion is None else ["fusion"],
+            base_model_name_or_path=draft.config.name_or_path,
+        )
         PeftModel.__init__(self, own, lora)
         base: Any = self.get_base_model()
         drafter = Drafter(base, draft_vocab, shares_target=True, fusion=fusion)
         if fusion is not None:
             drafter.fusion = base.fusion.modules_to_save["default"]
         object.__setattr__(self, "drafter", drafter)
-        self.unroll, self.loss = unroll, loss
+        self.settings = settings
 
 
 class OwnLayersDraft(DistilledDraft):
     """A draft with own layers (EAGLE-3). All weights but those of embeddings and LM head are trained."""
 
-    def __init__(self, drafter: Any, unroll: int = 1, loss: str = "kl") -> None:
+    def __init__(self, drafter: Any, settings: DistillConfig) -> None:
         super().__init__()
         self.model: Any = drafter.model
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not name.startswith(FROZEN))
         object.__setattr__(self, "drafter", drafter)
-        self.unroll, self.loss = unroll, loss
+        self.settings = settings
 
 
 def distance(loss: str, p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -182,9 +180,8 @@ class DistillationTrainer(Trainer):
 
     model: DistilledDraft
 
-    def __init__(self, *args: Any, target: CausalLM, fusion_learning_rate: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, target: CausalLM, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fusion_learning_rate = fusion_learning_rate
         # Trainer then passes the number of answer tokens of all micro-batches and processes.
         self.model_accepts_loss_kwargs = True
         self.target = DraftModel(target, shares_target=True)
@@ -195,20 +192,16 @@ class DistillationTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's optimizer, with `fusion_learning_rate` for the fusion."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        fusion = self.accelerator.unwrap_model(self.model).fusion
-        own = set() if fusion is None else set(map(id, fusion.parameters()))
+        draft = self.accelerator.unwrap_model(self.model)
+        own = set() if draft.fusion is None else set(map(id, draft.fusion.parameters()))
         for group in list(optimizer.param_groups):
             if chosen := [parameter for parameter in group["params"] if id(parameter) in own]:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
-                optimizer.add_param_group({**group, "params": chosen, "lr": self.fusion_learning_rate})
+                optimizer.add_param_group({**group, "params": chosen, "lr": draft.settings.fusion_learning_rate})
         return optimizer
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """The draft's loss, averaged over all answer tokens of a step. `ValueError` if the loss is not finite."""
         answers, p_logits, states = self._read_target(inputs, self.teacher.vocab_logits)
@@ -248,7 +241,7 @@ class DistillationTrainer(Trainer):
         if (reader := draft.fusion) is None:
             final, states = self.target.hidden_states(ids), None
         else:
-            answers[:, : draft.unroll] = False  # their rounds would begin before the first token
+            answers[:, : draft.settings.unroll] = False  # their rounds would begin before the first token
             catching = StateReader()
             catching.hidden_size, catching.reads = size, [FINAL, *reader.reads]
             with TargetStates(self.target.model, catching) as caught:
@@ -279,8 +272,7 @@ def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float
 
 
 def by_length(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """Indices of the answers in a random order, the same for the same arguments. The answers of a batch have similar
-    lengths, so that there is little padding."""
+    """Indices of the answers in a random order set by `seed`, with answers of similar lengths in a batch."""
     random = np.random.default_rng(seed)
     order, batches = random.permutation(len(lengths)), []
     for block in np.array_split(order, range(batch_size * SORTED_BATCHES, len(order), batch_size * SORTED_BATCHES)):

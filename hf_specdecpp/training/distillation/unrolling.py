@@ -23,16 +23,12 @@ ROUND = 5  # candidates of the rounds that a head is trained on
 
 
 def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
-    """Yields by step the draft's states `[batch, n, hidden_size]`, each token read as a round's first, second, ... one.
+    """Yields by step the draft's states `[batch, n, hidden_size]`, each token read as a round's first, second, ... one,
+    given tokens `[batch, n]`, padded on the right, and the target's `states` `[batch, n, width]` at each of them.
 
     Example: the sequence is a b c d. Row d of step 1 reads d with the target's state at c, after b and c, read
     likewise. Row d of step 2 reads d with the draft's state at c in step 1, after b and c as in step 1. Row d of step 3
     sees b as in step 1 and c as in step 2. Rows whose round would begin before the sequence are meaningless.
-
-    Args:
-        drafter: a draft with a fusion.
-        input_ids: `[batch, n]`, padded on the right.
-        states: `[batch, n, width]`, the target's states at each token.
     """
     later, length = input_ids[:, 1:], input_ids.shape[1] - 1  # the first token has no state before it
     cache = DynamicCache()  # rows of all steps, one step after another; masks apply windows

@@ -14,6 +14,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.distillation.unrolling import in_blocks
 from hf_specdecpp.training.recorded_chains import Drawing, draft_chains, target_states
 from hf_specdecpp.trees.tree import DraftTree
@@ -102,7 +103,7 @@ def test_training_sees_what_rounds_see(name: str, tmp_path: Path) -> None:
         assert_close(head(row), rounds.confidence(place, tokens[begin + place]).float(), rtol=1e-4, atol=1e-5)
         expected = rounds.logits(tokens[begin + 1 : begin + 1 + place]).float()
         assert_close(draft.logits(row, VOCAB), expected, rtol=1e-4, atol=1e-4)
-    drawing = Drawing(lambda logits: logits.softmax(-1), VOCAB)
+    drawing = Drawing(Sampling(0.0), VOCAB)
     drafted = draft_chains(draft, tokens, states, torch.tensor([6]), checkpoint.places, drawing)
     assert drafted.tokens[0].tolist() == formulas.chain()
     last = len(formulas.h) - 1

@@ -22,6 +22,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.draft_kinds.conditioned import Fusion
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import configuration, models
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
@@ -147,7 +148,7 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
     assert states is not None
     assert torch.equal(states, states_of(target, drafter.fusion, ids))
     starts = torch.tensor([3, 9, 17])
-    drawing = Drawing(lambda logits: logits.softmax(-1), VOCAB_SIZE)
+    drawing = Drawing(Sampling(0.0), VOCAB_SIZE)
     drafted = draft_chains(drafter, ids[0].tolist(), states, starts, 3, drawing)
     assert states is not None
     for chain, begin in enumerate(starts.tolist()):
