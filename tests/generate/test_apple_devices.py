@@ -248,7 +248,7 @@ WIDE = {  # where float64 on the device is a fault, and what finds it
     "drafting.chain": lambda: test_every_rule_and_tree(CHAINS["threshold"], SAMPLED),
     "trees.verification": lambda: test_every_rule_and_tree(FIXED, SAMPLED),
     "trees.attention": lambda: test_every_rule_and_tree(TREES["dyspec"], OPTIONS),
-    "sampling.randomness": lambda: check_numbers("independent", "before"),
+    "texts.sampling": lambda: check_numbers("independent", "before"),
 }
 
 
