@@ -125,7 +125,8 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
             states: dict[int, Any] = layer.conv_states
             sizes: dict[int, Any] = layer.conv_kernel_size
             known = (states[number].shape[-1] - size for number, size in sizes.items() if size is not None)
-            layer.crop(-max(known, default=0))  # the inputs since the last crop
+            if layer.record_past and (since := max(known, default=0)) > 0:  # inputs since the last crop
+                layer.crop(-since)
         elif layer.keys is None or not layer.keys.numel():
             continue
         elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):

@@ -124,6 +124,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """The result of `DraftSetup.products`. Made at first use, which is slow: every weight with a copy is read."""
         begin = time.perf_counter()
         products = self.setup.products(self._target)
+        self._describe(products)
         self.stats.preparing_seconds += time.perf_counter() - begin
         return products
 
@@ -241,12 +242,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Stop drafting for the rest of this sequence, because the draft's cache is lost."""
         self.is_paused, self.plan, self.times, self.observers = True, None, None, [self.stats]
 
-    def finish(self) -> None:
-        """Called at the end of a generation: describe its matrix multiplications, and update the costs of rounds, whose
-        errors are logged, not raised."""
+    def _describe(self, products: FasterProducts) -> None:
+        """Describe the present matrix multiplications in `stats`."""
         own, in_int8 = set(modules_of(self._target)), ", draft in int8" if self.setup.drafts_in_int8 else ""
-        self.stats.has_products = any(layer in own for layer in self.products.layers)
-        self.stats.decided["products"] = self.products.described + in_int8
+        self.stats.has_products = any(layer in own for layer in products.layers)
+        self.stats.decided["products"] = products.described + in_int8
+
+    def finish(self) -> None:
+        """Called at the end of a generation: update the costs of rounds. Errors are logged, not raised."""
+        self._describe(self.products)  # copies may have been made meanwhile
         if self.plan is not None and self.times is not None:
             try:
                 self.plan.end_text(self.times)

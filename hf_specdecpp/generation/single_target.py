@@ -257,9 +257,10 @@ class SingleTarget(TargetSide):
         cache = cache_among(outputs)
         check_prompt(outputs)
         check_numbers(self.model, outputs.logits, context.model_kwargs.get("attention_mask"))
-        reason = context.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
-        if reason and self.foreign is None:  # foreign passes are checked by the trial
-            self.generator.method.refuse(reason)
+        if self.generator.method.for_trees and self.foreign is None:  # foreign passes are checked by the trial
+            reason = context.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
+            if reason is not None:
+                self.generator.method.refuse(reason)
         # After the prompt, because a recording sliding-window layer would keep all of its tokens.
         cache.activate_past_recording()
         rounds[0].outputs = outputs

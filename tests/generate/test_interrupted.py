@@ -3,6 +3,7 @@ generation goes on with both, and gives the text that it gives without the excep
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from support.devices.capturing import CHAIN
 from support.devices.pretend_graph import pretend_graphs
 from support.devices.whole_rounds import TREE
 from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdecpp import assist
 from hf_specdecpp.generation.captured.parts import RoundGraphs
 
 LENGTH, FIRST, NEW = 6, 4, 25  # of the prompt, and of the turns of a conversation
@@ -153,3 +156,40 @@ def test_a_cache_that_is_ahead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     text, held, found, expected = interrupted("llama", "criterion", "captured chain", 5)
     assert held > len(text) - 1
     assert not torch.equal(found, expected)
+
+
+class Raises(BaseStreamer):
+    """Raises at the n-th `put`, the prompt's included."""
+
+    def __init__(self, at: int) -> None:
+        self.raised = Countdown(at)
+
+    def put(self, value: Tensor) -> None:
+        self.raised()
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "lfm2"])
+def test_after_a_round_in_which_all_candidates_were_accepted(family: str) -> None:
+    """A copy of the target drafts. The user's exception is raised, not one of the cache's."""
+    target = tiny_of(family, None, bos_token_id=None, eos_token_id=None)
+    assistant = assist(target, deepcopy(target), default=False, rule="fixed", num_tokens=3, tree=False)
+    for at in (2, 3, 5):
+        with pytest.raises(Interrupted):
+            target.generate(
+                prompt(), assistant_model=assistant, max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+                streamer=Raises(at),
+            )  # fmt: skip
+        assert assistant.stats.decided["products"] == "own"
+    assert assistant.stats.accepted > 0
+
+
+def test_positions_are_given_to_a_model_that_counts_none() -> None:
+    """As plain generation takes them."""
+    target = tiny_of("mamba2", None, bos_token_id=None, eos_token_id=None)
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    how["position_ids"] = torch.arange(prompt().shape[1])[None]
+    assistant = assist(target, deepcopy(target), default=False)
+    assert torch.equal(target.generate(prompt(), assistant_model=assistant, **how), target.generate(prompt(), **how))
