@@ -175,8 +175,7 @@ def export(
 ) -> None:
     """Write a draft for vLLM, SGLang and llama.cpp.
 
-    The commands that serve the draft are printed, with --to those of one engine. The exit code is 1 if no engine
-    serves it.
+    The commands that serve the draft are printed. The exit code is 1 if no engine serves it.
     """
     from hf_specdecpp.hub.exporting import export as write
 

@@ -132,17 +132,20 @@ ELSEWHERE = re.compile(r"<!--.*?-->|@font-face {.*?}\n", re.DOTALL)  # rich's re
 STILL = "@media(prefers-reduced-motion:reduce){*{animation:none!important}}"
 
 
-def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str] = ()) -> str:
-    """An animated SVG of a question with both answers, side by side. `notes`: lines below the answers."""
+def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str] = (), is_narrow: bool = False) -> str:
+    """An animated SVG of a question with both answers, side by side or (`is_narrow`) one above the other. `notes`:
+    lines below the answers."""
     longest, shown = max(plain.seconds, assisted.seconds), dict[str, float]()
     panes = [
         Group(Text(title, "bold"), Text(each.rate, "dim"), Bar(longest, 0, each.seconds, width=COLUMNS), text)
         for title, each in (("plain generate()", plain), ("with the assistant", assisted))
         for text in [_written(each, shown)]
     ]
-    table = Table.grid(*(Column(width=COLUMNS) for _ in panes), padding=(0, GAP, 1, 0))
-    table.add_row(*panes)
-    console = Console(file=io.StringIO(), record=True, width=2 * COLUMNS + GAP, highlight=False, markup=False)
+    table = Table.grid(*(Column(width=COLUMNS) for _ in range(1 if is_narrow else 2)), padding=(0, GAP, 1, 0))
+    for row in [[each] for each in panes] if is_narrow else [panes]:
+        table.add_row(*row)
+    width = COLUMNS if is_narrow else 2 * COLUMNS + GAP
+    console = Console(file=io.StringIO(), record=True, width=width, highlight=False, markup=False)
     console.print(without_controls(" ".join(question.split())), style="bold", no_wrap=True, overflow="ellipsis")
     console.print(table)
     legend = Text("Green: accepted candidates, verified several at a time; other tokens are the target's own.")
