@@ -51,7 +51,8 @@ def price(target, assistant) -> None:
     print("|---|---|---|")
     print(f"| a draft step | {1e6 * step:.0f} | {1e6 * seconds[1]:.0f} |")
     print(f"| a round of {CANDIDATES} candidates | {1e6 * whole:.0f} | {1e6 * more:.0f} ({more / whole:.1%}) |")
-    print(f"\nThe table takes {table.nbytes / 1e6:.1f} MB.\n", flush=True)
+    taken = sum(each.nbytes for each in (table.keys, table.ids, table.probs))
+    print(f"\nThe table takes {taken / 1e6:.1f} MB.\n", flush=True)
 
 
 def rounds_without(target, assistant):
