@@ -76,12 +76,14 @@ def main(words: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     turns = chain.from_iterable(zip_longest(*map(read_prompts, options.data)))
     prompts = list(islice((each for each in turns if each is not None), options.count))
-    known = options.output.read_text().splitlines() if options.output and options.output.exists() else []
+    known = (
+        options.output.read_text(encoding="utf-8").splitlines() if options.output and options.output.exists() else []
+    )
     results = [json.loads(line) for line in known]
     for prompt in prompts[len(results) :]:
         results.append(compare(target, tokenizer, options.assistant, prompt, options.max_new_tokens))
         if options.output:
-            with options.output.open("a") as file:
+            with options.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(results[-1]) + "\n")
     table = Table("contestant", "answers", "different", "tokens a pass", "s of the processor")
     for name in ("plain", *CONTESTANTS):

@@ -21,7 +21,7 @@ def test_speeds_are_those_of_the_counted_passes(target: PreTrainedModel, tmp_pat
     """Two runs print the same table, and reading the prompt is paid by every setting."""
     SpecDecPPAssistant.from_early_exit(target, 1).save_pretrained(tmp_path / "assistant")
     data = tmp_path / "questions.jsonl"
-    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT, "w3 w9 w4 w2")))
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT, "w3 w9 w4 w2")), encoding="utf-8")
     named = {"target": target.config.name_or_path, "assistant": tmp_path / "assistant", "data": data}
     words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
     words += ["--max_new_tokens", "12", "--dtype", "float32", "--settings", "throughput (default)", "fixed 2"]
