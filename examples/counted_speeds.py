@@ -9,23 +9,18 @@ costs are assumed; otherwise answers come in order, with all that was learned. W
 The default costs were measured with SmolLM2 and its trained layer in bfloat16 on a Xeon with AMX.
 """
 
-import argparse
 import statistics
-from itertools import chain, islice, zip_longest
 from typing import Any
 
-import torch
+from equal_texts import given_by, parser_of
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import assist
 from hf_specdecpp.drafting.chain import ChainDrafting
 from hf_specdecpp.generation import candidate_generator
 from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.models.cpu.products import ProductTimes
-from hf_specdecpp.texts.encoding import padded, rendered, tokens_of
-from hf_specdecpp.texts.prompts import read_prompts
 from hf_specdecpp.throughput.known_costs import forget_costs
 
 # In plain passes: a target pass over 1, 2, ... tokens, and each further token; a draft step, a further candidate of a
@@ -101,23 +96,13 @@ def speeds(clock: CountedClock, target: Any, given: list[Any], tokens: int, are_
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--assistant", required=True)
-    parser.add_argument("--data", action="append", required=True, help="JSON lines of prompts; several take turns")
-    parser.add_argument("--count", type=int, default=12)
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = parser_of(__doc__, count=12, tokens=64)
     parser.add_argument("--step", type=float, default=STEP, help="cost of a draft step")
     parser.add_argument("--read", type=float, default=READ, help="cost of a token that the draft reads at first")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--no_lookup", action="store_true", help="drafted candidates only")
     options = parser.parse_args(words)
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype))
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
-    turns = chain.from_iterable(zip_longest(*map(read_prompts, options.data)))
-    prompts = list(islice((each for each in turns if each is not None), options.count))
-    given = [padded([tokens_of(tokenizer, rendered(tokenizer, each.messages))]) for each in prompts]
+    target, given = given_by(options)
     clock = CountedClock(options.step, options.read)
     clock.install()
     table = Table("setting", "answers", "speed over plain, mean", "median", "lowest")

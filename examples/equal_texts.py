@@ -38,9 +38,8 @@ def together() -> Iterator[None]:
     yield
 
 
-def compare(target: Any, tokenizer: Any, assistant: str, prompt: Any, tokens: int) -> dict[str, Any]:
+def compare(target: Any, assistant: str, inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
     """For each contestant, whether its answer is that of plain `generate()`; its tokens a pass and its seconds."""
-    inputs = padded([tokens_of(tokenizer, rendered(tokenizer, prompt.messages))])
     separate = single_target.separate_queries
     found: dict[str, Any] = {}
 
@@ -62,26 +61,38 @@ def compare(target: Any, tokenizer: Any, assistant: str, prompt: Any, tokens: in
     return found
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None, count: int, tokens: int) -> argparse.ArgumentParser:
+    """Options that say which texts are generated, `count` answers of at most `tokens` tokens by default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--assistant", required=True)
     parser.add_argument("--data", action="append", required=True, help="JSON lines of prompts; several take turns")
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--max_new_tokens", type=int, default=48)
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--max_new_tokens", type=int, default=tokens)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args(words)
+    return parser
+
+
+def given_by(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
+    """The target, and the arguments `input_ids` and `attention_mask` of its `generate()` for each prompt."""
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype))
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     turns = chain.from_iterable(zip_longest(*map(read_prompts, options.data)))
-    prompts = list(islice((each for each in turns if each is not None), options.count))
+    prompts = islice((each for each in turns if each is not None), options.count)
+    return target, [padded([tokens_of(tokenizer, rendered(tokenizer, each.messages))]) for each in prompts]
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, count=300, tokens=48)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(words)
+    target, prompts = given_by(options)
     known = (
         options.output.read_text(encoding="utf-8").splitlines() if options.output and options.output.exists() else []
     )
     results = [json.loads(line) for line in known]
-    for prompt in prompts[len(results) :]:
-        results.append(compare(target, tokenizer, options.assistant, prompt, options.max_new_tokens))
+    for inputs in prompts[len(results) :]:
+        results.append(compare(target, options.assistant, inputs, options.max_new_tokens))
         if options.output:
             with options.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(results[-1]) + "\n")

@@ -145,7 +145,7 @@ class NoDraft(Draft):
             self.captured = [], self
 
     def session(self, vocab_size: int) -> NoSession:
-        return NoSession()
+        return NoSession(self)
 
 
 class NoSession(DraftingSession):
@@ -153,11 +153,12 @@ class NoSession(DraftingSession):
 
     length = 0
 
+    def __init__(self, draft: NoDraft) -> None:
+        super().__init__()
+        self.embed = draft.embed
+
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         pass
 
     def propose_next(self, _candidates: list[Tensor]) -> None:
         pass
-
-    def embed(self, token: Tensor) -> Tensor:
-        raise NotImplementedError  # nothing is drawn, so no estimate asks

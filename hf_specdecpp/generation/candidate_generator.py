@@ -122,8 +122,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     @cached_property
     def products(self) -> FasterProducts:
         """The result of `DraftSetup.products`. Made at first use, which is slow: every weight with a copy is read."""
-        begin = time.perf_counter()
+        begin, own = time.perf_counter(), set(modules_of(self._target))
         products = self.setup.products(self._target)
+        self.stats.has_products = any(layer in own for layer in products.layers)
         self._describe(products)
         self.stats.preparing_seconds += time.perf_counter() - begin
         return products
@@ -244,8 +245,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _describe(self, products: FasterProducts) -> None:
         """Describe the present matrix multiplications in `stats`."""
-        own, in_int8 = set(modules_of(self._target)), ", draft in int8" if self.setup.drafts_in_int8 else ""
-        self.stats.has_products = any(layer in own for layer in products.layers)
+        in_int8 = ", draft in int8" if self.setup.drafts_in_int8 else ""
         self.stats.decided["products"] = products.described + in_int8
 
     def finish(self) -> None:

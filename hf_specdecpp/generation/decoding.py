@@ -84,9 +84,9 @@ class Drafts:
         """Called after a commit: the generator gets the accepted path and, with measured costs, the pass width."""
         (each,) = rounds
         generator = each.text.generator
-        generator.record_outcome(each.tree, each.result.path, each.text.before)
-        if generator.times is not None:
+        if generator.times is not None:  # before the plan may compute its decisions anew, which takes long
             generator.times.end(each.text.before, each.width)
+        generator.record_outcome(each.tree, each.result.path, each.text.before)
 
     def select(self, places: Sequence[int]) -> None:
         """Called when sequences have ended: only those at the indices `places` continue."""

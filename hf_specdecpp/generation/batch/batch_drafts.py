@@ -71,10 +71,10 @@ class BatchDrafts(Drafts):
         return draft_chains(rows, prepare)
 
     def record_outcome(self, rounds: Sequence[Round]) -> None:
-        for each in rounds:
-            each.text.generator.record_outcome(each.tree, each.result.path, each.text.before)
         if self.times is not None and len(rounds) == self.count:
             self.times.end(max(each.text.before for each in rounds), rounds[0].width)
+        for each in rounds:
+            each.text.generator.record_outcome(each.tree, each.result.path, each.text.before)
 
     def select(self, places: Sequence[int]) -> None:
         self.together.select(places)

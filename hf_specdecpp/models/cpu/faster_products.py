@@ -37,8 +37,9 @@ class _Local(local):
 
 
 _local = _Local()
-# In all threads, guarded by the lock: number of contexts of each layer, and of those that group attention ("sdpa").
-_uses: Counter[Any] = Counter()
+# Of all threads, guarded by the lock: the number of entered contexts, by layer and by attention that they replace.
+_uses: Counter[nn.Linear] = Counter()
+_groups: Counter[str] = Counter()
 _lock = RLock()
 
 
@@ -112,7 +113,7 @@ class FasterProducts:
         with _lock:
             background.texts += 1
             if self.groups_attention:
-                _uses["sdpa"] += 1
+                _groups["sdpa"] += 1
                 if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
                     ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # the same bits, also in other threads
             for layer in self.layers:
@@ -131,8 +132,8 @@ class FasterProducts:
                     if _is_routed(layer):
                         del vars(layer)["forward"]
             if self.groups_attention:
-                _uses["sdpa"] -= 1
-                if not _uses["sdpa"] and ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
+                _groups["sdpa"] -= 1
+                if not _groups["sdpa"] and ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
                     del ALL_ATTENTION_FUNCTIONS["sdpa"]  # only the override; transformers' own remains
 
 
