@@ -18,7 +18,7 @@ KINDS = ("scores", "logits", "hidden_states", "attentions")
 
 
 class TokenRecords:
-    """Collects the requested ones of scores, logits, hidden states and attentions: `kept`, a tuple for each name."""
+    """Scores, logits, hidden states and attentions of a sequence. `kept`: for each requested name a tuple by token."""
 
     def __init__(self, config: GenerationConfig, text_config: Any) -> None:
         asked = [name for name in KINDS if config.return_dict_in_generate and getattr(config, f"output_{name}")]
@@ -27,13 +27,13 @@ class TokenRecords:
 
     @classmethod
     def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
-        """Combine the records of several sequences: `[batch, ...]` per token, zeros for rows that have ended."""
+        """Combine the records of a batch's rows: `[batch, ...]` per token, with zeros for rows that have ended."""
         together = copy.copy(rows[0])
         together.kept = {name: _by_step([row.kept[name] for row in rows]) for name in together.kept}
         return together
 
-    def output(self, sequences: Tensor, cache: Any = None) -> GenerateDecoderOnlyOutput:
-        """The output of `generate()`; `sequences` `[batch, length]`."""
+    def output(self, sequences: Tensor, cache: Any) -> GenerateDecoderOnlyOutput:
+        """The output of `generate()` with token ids `sequences` `[batch, length]`, these records and the `cache`."""
         output: Any = {"sequences": sequences, **self.kept, CACHE: cache}
         return GenerateDecoderOnlyOutput(**output)
 
@@ -42,8 +42,8 @@ class TokenRecords:
         self.kept = {name: each[:count] for name, each in self.kept.items()}
 
     def add_scores(self, scores: Tensor, logits: Tensor, count: int) -> None:
-        """Append the first `count` rows of processed scores and raw logits, both `[n, vocab]`. Copies, because views
-        would keep the other rows in memory."""
+        """Append the first `count` rows of processed `scores` and raw `logits`, both `[n, vocab]`. Rows are copied,
+        because views would keep all n rows in memory."""
         for name, rows in (("scores", scores), ("logits", logits)):
             if name in self.kept:
                 self.kept[name] += tuple(row.clone() for row in rows[:count].split(1))
@@ -55,7 +55,7 @@ class TokenRecords:
 
         The first call is for the prompt's pass: one entry with all positions. A later pass reads `again` pending
         tokens, the last token and `num_candidates` candidates; each emitted token has an entry with one position. In a
-        tree these are the positions `path`, counted from the last token.
+        tree these positions are `path`, counted from the last token: 0 and those of the accepted candidates.
         """
         path = list(range(count)) if path is None else path[:count]
         if "hidden_states" in self.kept:
@@ -75,26 +75,26 @@ class TokenRecords:
 
 
 def _by_step(records: list[Any]) -> Any:
-    """Combine rows: for each token a tensor `[batch, ...]`, or a tuple of such tensors by layer."""
+    """Combine the records of all rows: for each token a tensor `[batch, ...]`, or a tuple of these by layer."""
     longest = max(records, key=len)
     return tuple(_together([each[step : step + 1] for each in records], like) for step, like in enumerate(longest))
 
 
 def _together(rows: list[Any], like: Any) -> Any:
-    """Combine one token's entries, with zeros for rows that have ended: a tensor or a tuple, as `like`."""
+    """Combine one token's records of all rows to a tensor or a tuple, as `like`; zeros for rows that have ended."""
     if isinstance(like, tuple):
         return tuple(_together([tuple(each[i] for each in row) for row in rows], layer) for i, layer in enumerate(like))
     return torch.cat([row[0] if row else torch.zeros_like(like) for row in rows])
 
 
 def _position(layer: Tensor, place: int) -> Tensor:
-    """One position of a layer's states `[1, length, ...]`, in Gemma 3n `[streams, 1, length, size]`."""
+    """A copy of one position of a layer's states `[1, length, ...]`, in Gemma 3n `[streams, 1, length, size]`."""
     row = layer[:, place : place + 1] if layer.shape[0] == 1 else layer[..., place : place + 1, :]
     return row.clone()
 
 
 def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
-    """The window in keys (`None`: no window) of each of `count` attention layers, given a cache's `layers`."""
+    """The sliding window (keys; `None`: none) of each of `count` attention layers, from the `layers` of a cache."""
     cached = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
     if len(cached) == count:  # in Dory, which runs layers in a loop, several for each layer of the config
         return [getattr(layer, "sliding_window", None) for layer in cached]
@@ -107,7 +107,7 @@ def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
 
 
 def _attention_row(attention: Tensor, window: int | None, path: list[int], num_candidates: int) -> Tensor:
-    """Attention `[1, heads, 1, keys]` of the last node of `path`, as in a pass over that token alone."""
+    """Attention `[1, heads, 1, keys]` of the last node of `path`, with the keys of a pass over that token alone."""
     num_text = attention.shape[-1] - num_candidates - 1
     row = attention[:, :, path[-1] : path[-1] + 1]
     if path == list(range(len(path))):

@@ -1,5 +1,5 @@
-"""Chooses between captured rounds, captured target passes and no graphs for the rounds of a call (`on_graphs`), and
-gives the reasons."""
+"""Chooses how the rounds of a call run (`on_graphs`): as CUDA graphs, with only the target passes as CUDA graphs, or
+without graphs; and gives the reasons."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ IMAGES = "mm_encoder_outputs"  # encoded images and sounds; an empty dict withou
 
 def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) -> tuple[Drafts, RoundTarget]:
     """Called after the prompts' pass: returns drafts and target of captured rounds or captured passes if possible, else
-    `drafts` and `usual`. The choice and its reason are in the statistics (`decided["rounds"]`, `uncaptured`)."""
+    `drafts` and `usual`. Records the choice and its reason in the statistics (`decided["rounds"]`, `uncaptured`)."""
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
         return drafts, usual
     not_whole = why_not_whole(texts)
@@ -74,7 +74,7 @@ def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) ->
 def _parts(
     texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide, not_whole: str | None
 ) -> tuple[Drafts, RoundTarget] | str:
-    """Drafts and target that run graphs, or the reason for none. `not_whole`: the result of `why_not_whole`."""
+    """Drafts and target that run CUDA graphs, or the reason for none. `not_whole`: the result of `why_not_whole`."""
     is_entered = False
     try:
         passes = captured_target(usual.model, usual.generator.setup.speculation.compile)
@@ -106,7 +106,7 @@ def _parts(
 def _copy_and_compare(
     passes: CapturedTarget, usual: TargetSide, texts: Sequence[OutputText], shapes: list[RoundShape]
 ) -> str | None:
-    """Copy the prompts to `passes`, and compare passes with the target's own. Returns why `passes` cannot be used."""
+    """Copy the prompts' cache to `passes`, and compare them with the target's own. Returns why they cannot be used."""
     if passes.why_not is not None:
         return passes.why_not
     widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes in whole rounds
@@ -130,7 +130,7 @@ def _copy_and_compare(
 
 
 def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: list[RoundShape]) -> GraphDrafts:
-    """The drafts of captured whole rounds; graphs of earlier calls are reused (`CapturedTarget.rounds`)."""
+    """The drafts of whole captured rounds. Fitting graphs of earlier calls are reused (`CapturedTarget.rounds`)."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
     steps = cast(RoundSteps, generator.round_steps)  # not `None` for whole rounds
@@ -161,7 +161,7 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
 
 
 def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:
-    """The shapes of rounds that the settings allow: those of drafted rounds by size, then those of looked-up rounds."""
+    """The shapes of rounds that the settings allow: for drafted rounds, by size, then for looked-up rounds."""
     setup = texts[0].generator.setup
     given = lookups_up_to(setup.decisions.lookup_tokens) if setup.speculation.lookup else []
     return _drafted_shapes(texts) + given
@@ -185,7 +185,7 @@ def _drafted_shapes(texts: Sequence[OutputText]) -> list[RoundShape]:
 
 
 def _why_not(side: TargetSide) -> str | None:
-    """The reason why the target or the call does not support captured passes, checked before any capture."""
+    """The reason why the target or the call does not support captured passes, or `None`. Captures nothing."""
     target, config, model_kwargs = side.model, side.config, side.forward_arguments
     if not graphs.can_capture(side.device):
         return f"there are no CUDA graphs on {side.device.type}"
@@ -214,7 +214,7 @@ def _why_not(side: TargetSide) -> str | None:
 
 
 def why_not_whole(texts: Sequence[OutputText]) -> str | None:
-    """The reason why rounds of a call need the host, so that they are not captured whole; else `None`."""
+    """The reason why the host takes part in the rounds of a call, so that they are not captured whole; or `None`."""
     generator = texts[0].generator
     speculation = generator.setup.speculation
     if len(texts) > MOST_TEXTS:
@@ -235,7 +235,7 @@ def why_not_whole(texts: Sequence[OutputText]) -> str | None:
 
 
 def _why_no_tree(speculation: SpeculationConfig, decisions: Decisions, steps: RoundSteps) -> str | None:
-    """The reason why trees with these settings cannot be grown on the device; else `None`."""
+    """The reason why trees with these settings cannot be drafted in captured rounds, or `None`."""
     if speculation.tree != "dyspec":
         return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
     budgets = [shape.nodes for shape in TREES if shape.levels <= min(decisions.tree_depth, steps.most)]

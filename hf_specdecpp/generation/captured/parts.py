@@ -1,5 +1,5 @@
 """`Drafts` and `RoundTarget` as CUDA graphs: `GraphDrafts` and `RoundGraphs` for whole rounds, `PassGraphs` for target
-passes over candidates that the host has proposed."""
+passes over candidates that were drafted without graphs."""
 
 from __future__ import annotations
 
@@ -33,24 +33,23 @@ logger: Any = logging.get_logger("hf_specdecpp")
 
 
 class GraphDrafts(Drafts):
-    """Proposes candidates by launching the graph of a round, without waiting for it: `RoundGraphs` reads the result.
+    """Proposes candidates by launching the graphs of a round, without waiting for them; `RoundGraphs` reads the result.
 
     Args:
         texts: a single sequence, or the rows of a batch.
-        rounds: captured rounds that no other call uses.
+        rounds: the captured rounds, which no other call uses meanwhile.
         chooser: chooses the shape of each round.
 
     Attributes:
-        process: runs the target's processors between graphs; `None` if the graphs contain all processors.
-        made: number of rounds so far; the first one begins with `begin_texts`.
-        longest: length of sequences above which rounds have no candidates, unless the draft's window is full.
-        placeholder: the tree of a round whose candidates the host has not read yet.
+        process: calls the target's logits processors between graphs; `None` if the graphs contain all processors.
+        made: number of rounds so far; `begin_texts` precedes the first one.
+        longest: length of sequences above which rounds draft only if tokens that the draft must read fill its window.
     """
 
     def __init__(
         self, texts: Sequence[OutputText], rounds: CapturedRounds, rules: RoundRules, chooser: ShapeChooser
     ) -> None:
-        self.texts, self.placeholder = list(texts), Chain()
+        self.texts = list(texts)
         self.generator, self.rounds, self.rules, self.chooser = texts[0].generator, rounds, rules, chooser
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
         self.process = None if graphs_run_all else self._process
@@ -61,7 +60,7 @@ class GraphDrafts(Drafts):
             self.rates = self.generator.learned_rates(trees=True)
 
     def begin_texts(self) -> None:
-        """Called before the first round: let the draft read the prompts, and time rounds of shapes not yet timed."""
+        """Called before the first round: lets the draft read the prompts, and times rounds of shapes not yet timed."""
         read = [text.generator.begin_captured(text.ids, text.states) for text in self.texts]
         tokens = pad_sequence([own[0] for own, _ in read], batch_first=True, padding_side="left")
         padding = tokens.new_tensor([tokens.shape[1] - own.shape[1] for own, _ in read])
@@ -77,7 +76,7 @@ class GraphDrafts(Drafts):
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         attempt(partial(self._propose, texts), "a round")
-        return [self.placeholder] * len(texts)
+        return [Chain()] * len(texts)  # without the candidates, which only the device knows yet
 
     def _propose(self, texts: Sequence[OutputText]) -> None:
         if not self.made:
@@ -93,7 +92,7 @@ class GraphDrafts(Drafts):
         self.rounds.propose(self.shape, length, self.process)
 
     def verify(self) -> list[RoundReport]:
-        """Called by `RoundGraphs.read`: wait for the round, and return a report for each active sequence."""
+        """Called by `RoundGraphs.read`: waits for the round, and returns its report for each active sequence."""
         reports = self.rounds.verify(self.shape)
         if isinstance(self.chooser, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.chooser.seconds.record_round(self.shape, time.perf_counter() - self._launched)
@@ -111,12 +110,12 @@ class GraphDrafts(Drafts):
             generator.emitted = each.result.emitted[: each.emitted.kept]
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
-        """The function `Process` of `CapturedRounds` for the sequence at index `place`."""
+        """Process the logits after all nodes of `tree` in the sequence with index `place` (see `Process`)."""
         found = self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
         return as_float32(found, self.generator.randomness is None)
 
     def _shape(self, length: int, lookups: Sequence[LookingUp]) -> RoundShape:
-        """The shape of the next round. Tokens beyond the maximum length are removed by `OutputText.emit`."""
+        """The shape of the next round. `length`: tokens of the longest sequence. `emit` cuts at the maximum length."""
         draft, shapes = self.rounds.draft, self.chooser.shapes
         shape = self.chooser.choose_shape(lookups) if length <= self.longest else RoundShape(0)
         if not shape.levels and draft.pending + shape.given >= draft.width and shapes[-1].levels:
@@ -127,11 +126,11 @@ class GraphDrafts(Drafts):
 
 
 class GraphTarget(RoundTarget):
-    """The target in rounds with graphs. Row i of the caches of `passes` holds sequence i of `texts`; `passes` are busy
-    until `leave`. The number of candidates is not limited.
+    """The target in rounds with CUDA graphs. Row i of the caches of `passes` holds sequence i of `texts`. No other call
+    can use `passes` until `leave`.
 
     Args:
-        drafts, usual: the drafts and the target without graphs, used after failures.
+        drafts, usual: the drafts and the target without graphs, which continue after failures.
     """
 
     def __init__(self, texts: Sequence[OutputText], passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
@@ -157,7 +156,7 @@ class GraphTarget(RoundTarget):
             self.passes.busy = False
 
     def _count(self, stats: SpeculationStats) -> None:
-        """Record number, seconds and memory of the graphs in `stats`."""
+        """Store the number, seconds and memory of the target's graphs in `stats`."""
         made = self.passes.graphs
         stats.graphs, stats.graph_seconds = len(made), made.seconds
         of_q = [rounds.draft.q.nbytes for rounds, _ in self.passes.rounds.values() if rounds.draft.q is not None]
@@ -165,11 +164,7 @@ class GraphTarget(RoundTarget):
 
 
 class RoundGraphs(GraphTarget):
-    """Whole rounds as graphs: the device draws the candidates and verifies them.
-
-    Args:
-        graph_drafts: launches the graph of the draft.
-    """
+    """Whole rounds as CUDA graphs, which `graph_drafts` launches: the device drafts and verifies the candidates."""
 
     def __init__(self, graph_drafts: GraphDrafts, passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         super().__init__(graph_drafts.texts, passes, drafts, usual)
@@ -216,8 +211,8 @@ class RoundGraphs(GraphTarget):
 
 
 class DraftsBesideGraphs(Drafts):
-    """Proposes candidates on the host for captured target passes of a single sequence. After a failed pass the same
-    candidates are returned for the repeated round, because the draft's state already includes them."""
+    """Drafts without graphs for a single sequence whose target passes are captured. If a pass fails, the repeated round
+    gets its candidates again, because the draft's state already includes them."""
 
     def __init__(self) -> None:
         self.proposed: list[DraftTree] = []
@@ -234,7 +229,7 @@ class DraftsBesideGraphs(Drafts):
 
 
 class PassGraphs(GraphTarget):
-    """Captured target passes of a single sequence; the tokens of a pass count as cached only after `commit`."""
+    """The target passes of a single sequence as CUDA graphs; tokens of a pass count as cached only after `commit`."""
 
     usual: SingleTarget
 
@@ -266,13 +261,13 @@ class PassGraphs(GraphTarget):
 def with_captured_passes(
     texts: Sequence[OutputText], passes: CapturedTarget, usual: TargetSide
 ) -> tuple[Drafts, RoundTarget]:
-    """The drafts and the target for captured target passes without captured drafts."""
+    """Drafts and target of rounds in which only the target passes are CUDA graphs."""
     drafts = DraftsBesideGraphs()
     return drafts, PassGraphs(texts, passes, drafts, usual)
 
 
 def attempt(part: Callable[[], None], name: str) -> None:
-    """Run a part of a round with this name; `GraphsFailedError` if it cannot be captured, or memory runs out."""
+    """Call `part` of a round; `GraphsFailedError` with its `name` if it cannot be captured or memory runs out."""
     lasting = None
     try:
         return part()
@@ -284,12 +279,12 @@ def attempt(part: Callable[[], None], name: str) -> None:
 
 
 def memory_ended(error: torch.OutOfMemoryError) -> str:
-    """The reason to report after running out of memory."""
+    """The reason to report for an `error` by running out of memory."""
     return f"{MEMORY} ({str(error).partition('. ')[0]})"
 
 
 def pass_widths(most: int) -> list[int]:
-    """Widths of captured passes over up to `most` candidates. Example: 1, 2, 4 and 8 for 5 candidates."""
+    """Widths (tokens) of captured passes over up to `most` candidates. Example: 1, 2, 4 and 8 for 5 candidates."""
     return [1 << power for power in range(width_of(most + 1).bit_length())]
 
 
@@ -300,13 +295,13 @@ def needs_whole_rounds(usual: TargetSide) -> bool:
 
 
 def record_reason(texts: Sequence[OutputText], reason: str | None, made: str) -> None:
-    """Record in the statistics why passes are not captured (`reason`, or `None`), and how rounds run (`made`)."""
+    """Store in the statistics why passes are not captured (`reason`, or `None`), and how rounds run (`made`)."""
     for text in texts:
         text.stats.uncaptured, text.stats.decided["rounds"] = reason, made
 
 
 def warn(usual: TargetSide, reason: str) -> None:
-    """Warn once that passes are not captured, if the device supports CUDA graphs."""
+    """Warn once that passes are not captured, for this `reason`, if the device supports CUDA graphs at all."""
     if graphs.can_capture(usual.device):
         logger.warning_once(
             f"Passes of {type(usual.model).__name__} are not captured as CUDA graphs ({reason}), so they run "

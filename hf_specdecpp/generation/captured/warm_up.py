@@ -1,4 +1,4 @@
-"""Captures all CUDA graphs for sequences up to a length, by a generation before the first call (`warm_up`)."""
+"""Captures all CUDA graphs that sequences up to a length need, by a generation before the first call (`warm_up`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USUAL_LENGTH = 2048  # tokens, the default `max_length`
 
 
 class WarmUp:
-    """An `Assistant` for calls (`generation.entry.calls`) that change neither learned costs nor statistics."""
+    """The assistant of the warm-up call (`entry.calls.Assistant`), which changes no learned costs and no statistics."""
 
     def __init__(self, setup: DraftSetup) -> None:
         self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation
@@ -48,7 +48,7 @@ class WarmUp:
 
 
 class WarmUpDecoding(AssistedDecoding):
-    """A generation that runs every pass or round that may be captured, in caches of each size up to `max_length`."""
+    """A generation that runs each pass or round that calls may capture, in caches of each size up to `max_length`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -81,7 +81,7 @@ class WarmUpDecoding(AssistedDecoding):
             drafts.rounds.time(shape, drafts.process)
 
     def _read_target(self, passes: CapturedTarget, capacity: int) -> None:
-        """Run a pass of each width and, for trees, moves of as many rows; then `ROUNDS` ordinary rounds."""
+        """Run a captured pass of each width and, for trees, moves of its cache rows; then `ROUNDS` ordinary rounds."""
         for width in pass_widths(self.most):
             if width <= min(capacity - passes.context.num_tokens, MOST_CANDIDATES + 1):
                 places = torch.arange(width, device=passes.device)
@@ -94,7 +94,7 @@ class WarmUpDecoding(AssistedDecoding):
 
 
 def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options: dict[str, Any]) -> float:
-    """See `SpecDecPPAssistant.warm_up`; `options` are those of `generate()`. Returns the seconds that it took."""
+    """See `SpecDecPPAssistant.warm_up`. `options` are passed to `generate()`. Returns the seconds that it took."""
     longest = longest_text(target)
     if max_length is None:
         max_length = int(min(USUAL_LENGTH, longest))
@@ -127,7 +127,7 @@ def _warm_up_rounds(
     generation_config: GenerationConfig,
     **kwargs: Any,
 ) -> Tensor:
-    """The decoding method of the warm-up, which `generate()` calls as its argument `custom_generate`."""
+    """The decoding method of the warm-up, given to `generate()` as `custom_generate`. Returns unused token ids."""
     check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
     if len(input_ids) > 1:
         raise ValueError(f"A batch of {len(input_ids)} sequences has no captured passes that could be warmed up.")
