@@ -1,5 +1,5 @@
-"""Drafting for one sequence of a `generate()` call (`SpecDecPPCandidateGenerator`, also with transformers' interface),
-and drafting of trees (`TreeDrafting`); `drafting/chain.py` drafts chains."""
+"""The candidate generator of one sequence of a `generate()` call (`SpecDecPPCandidateGenerator`), and the drafting of
+trees (`TreeDrafting`). `drafting/chain.py` drafts chains."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ NO_STATES = "This generator's draft reads hidden states of the target, which tra
 
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
-    """Drafts the candidates of one sequence and learns which are accepted, in the loop of `decoding.py` or in that of
-    transformers; `ValueError` if settings are invalid or require trees that a model cannot read, or if the draft does
-    not support batches or trees that the call needs.
+    """Drafts the candidates of one sequence, for the loop of `decoding.py` or transformers' own assisted decoding.
+
+    `ValueError` for invalid settings, trees that target or draft cannot read, and batches with a draft that has none.
 
     Args:
         setup: the draft, head and settings.
-        generation_config: the target's, as prepared by `generate()`.
-        logits_processor: the target's. Processors that may be called for candidates process the draft's logits, too.
+        generation_config: the call's, as prepared by `generate()`.
+        logits_processor: the call's. Processors that may be called for candidates process the draft's logits, too.
         attention_mask: `[1, length]` of the prompt, or `None`. The draft does not read masked tokens.
         target: the model that verifies.
 
     Attributes:
         stats: counts and seconds of this generation.
-        products: context of the prompt's pass and all rounds, with the matrix multiplications of target and draft.
+        products: context in which target and draft run, with their matrix multiplications on a CPU.
         method: drafts chains or trees.
         plan: the costs and decisions of `rule="throughput"`; `None` for other rules.
-        observers: get the outcome of each round: statistics, lookups, the stopping rule or the trees.
-        lookup: finds candidates in earlier text, if enabled.
-        times: seconds of the rounds, if costs follow measured rounds; else `None`.
+        observers: objects whose `record_outcome` is called after each round: `stats`, `lookup` and those of `method`.
+        lookup: finds candidates in earlier text, if enabled; else `None`.
+        times: measures the seconds of the rounds, if the costs of `plan` follow them; else `None`.
         is_paused: whether the draft reads and proposes nothing, because that is faster or the draft's cache is lost.
-        emitted: tokens that the lookups of captured rounds have not read.
-        corrections: the target's latest choices, if the draft's logits are mixed with them; else `None`.
+        emitted: in captured rounds, the new tokens of the sequence that `lookup` has not read yet.
+        corrections: the target's latest choices, with which the draft's logits are mixed; `None` if they are not.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     @cached_property
     def products(self) -> FasterProducts:
-        """The result of `DraftSetup.products`. Made at first use, which is slow: every weight with a copy is read."""
+        """The context of `DraftSetup.products`. Its first use is slow, because every weight with a copy is read."""
         begin, own = time.perf_counter(), set(modules_of(self._target))
         products = self.setup.products(self._target)
         self.stats.has_products = any(layer in own for layer in products.layers)
@@ -130,7 +130,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return products
 
     def begin_text(self, length: int) -> None:
-        """Decide, before a prompt of `length` tokens is read, whether the first rounds are plain (`is_paused`)."""
+        """Called before a prompt of `length` tokens is read: sets `is_paused` if `plan` expects no gain by drafting."""
         # Captured rounds decide later whether to draft, and may need the target's states of the prompt.
         follows = self.lookup is not None or not self.setup.drafter.places or self.round_steps is not None
         self.is_paused = self.plan is not None and not follows and self.plan.leaves_to_target(length)
@@ -143,10 +143,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids: `[1, length]`, the prompt and all emitted tokens.
-            max_tokens: largest number of candidates, if below the limits of the rule and of `max_length`. Trees of
-                `rule="throughput"` stop there; other trees that could have more nodes are left empty.
+            max_tokens: largest number of candidates, in addition to the limits of the rule and of `max_length`. Trees
+                of `rule="throughput"` stop there; of other trees, one that could exceed it is left empty.
             states: `[1, n, size]`, if the draft reads hidden states of the target: those at the n tokens committed
-                since the last round.
+                in the last round.
         """
         times, lookup, method = self.times, self.lookup, self.method
         if self.plan is not None and not self.is_paused:
@@ -172,12 +172,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return tree
 
     def draft_step_by_step(self, input_ids: Tensor, states: Tensor | None) -> Drafting:
-        """Draft a chain as a coroutine, so that the rows of a batch share draft passes."""
+        """A coroutine that drafts the next chain. A batch runs those of all rows together, in shared draft passes."""
         longest = self._begin_round(input_ids, states, None)
         return cast(ChainDrafting, self.method).step_by_step(input_ids, longest)
 
     def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
-        """Called after a round with accepted nodes `path` in a sequence of `length` tokens; frees its logits and q."""
+        """Called after a round with the accepted nodes `path` of `tree`, in a sequence of `length` tokens: calls the
+        observers, frees the tree's logits and q, and may end a pause."""
         self._num_accepted = len(path)
         for each in self.observers:
             each.record_outcome(tree, path)
@@ -201,12 +202,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, candidates), dim=1), torch.stack([*chain.drawn_from, *certain])[None]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
-        """Called by transformers after a round, with the number of accepted candidates of the last chain."""
+        """Called by transformers after a round. `num_matches`: number of accepted candidates of the last chain."""
         self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Called before captured rounds, of which `stats`, lookups and the threshold learn. Returns unmasked tokens
-        `[1, n]`: all, and `None`; or the last n, and the target's states `[1, n, size]` at the token before each."""
+        """Called before the first captured round. Returns what the captured draft has to read: all unmasked tokens
+        `[1, n]` and `None`; or, if it reads the target's states, these `[1, n, size]`, and the token after each."""
         self.observers = [self.stats, *([rule] if isinstance(rule := self.method.rule, Threshold) else [])]
         tokens, states = self._new_tokens(input_ids, states)
         if self.lookup is not None:
@@ -219,23 +220,23 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return tokens[:, -known:], states[:, -known:]
 
     def look_up(self, length: int) -> LookingUp | None:
-        """Look up after the tokens in `emitted`, before a captured round of a sequence of `length` tokens."""
+        """Before a captured round: let `lookup` read `emitted` and search. `length`: tokens of the sequence."""
         if self.lookup is not None:
             left = max(self._longest - length, 0)
             self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, left)), left)
         return self.lookup
 
     def learned_rates(self, trees: bool = False) -> AcceptanceRates:
-        """The acceptance learned for this target and way of sampling, for chains or trees."""
+        """Acceptance rates of earlier rounds with this target and this way of sampling, of chains or trees."""
         return self.setup.learned_rates(self._target, self._generation_config, trees)
 
     def record_estimates(self, estimates: list[float]) -> None:
-        """Give `rule="threshold"` the estimates of a captured round's candidates."""
+        """Called after a captured round: gives `rule="threshold"` the acceptance estimates of the candidates."""
         if isinstance(rule := self.method.rule, Threshold):
             rule.estimates = estimates
 
     def restart_draft(self) -> None:
-        """Called if captured rounds have failed: draft and lookups read the sequence from its start again."""
+        """Called if captured rounds have failed: makes draft and lookups read the sequence from its start again."""
         self.lookup = looking_up(self.setup, self._target, self._generation_config, self.plan)
         self._shown, self.observers = 0, self._observers()
 
@@ -249,7 +250,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.decided["products"] = products.described + in_int8
 
     def finish(self) -> None:
-        """Called at the end of a generation: update the costs of rounds. Errors are logged, not raised."""
+        """Called at the end of a call: adds its measured rounds to the learned costs. Errors are logged, not raised."""
         self._describe(self.products)  # copies may have been made meanwhile
         if self.plan is not None and self.times is not None:
             try:
@@ -258,7 +259,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> int:
-        """Pass new tokens to the draft and the lookups. Returns the longest path of candidates that may be drafted."""
+        """Pass new tokens to the draft and the lookups. Returns the largest depth of the candidates of this round."""
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
@@ -272,23 +273,23 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
 
     def _new_tokens(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens `[1, n]` not yet passed to the draft, and the target's states `[1, m, size]`; masked ones removed."""
+        """Tokens `[1, n]` not yet passed to the draft, and `states` `[1, m, size]`, both without masked tokens."""
         new, is_prompt = input_ids[:, self._shown :], not self._shown
         self._shown = input_ids.shape[1]
         return without_padding(new, states, self._mask) if is_prompt and self._mask is not None else (new, states)
 
 
 class TreeDrafting:
-    """Drafts the token trees of one sequence, with the interface of `ChainDrafting`; `ValueError` if the estimator
-    cannot value slots, or a static tree has neither shape nor rates.
+    """Drafts the token trees of one sequence, with the interface of `ChainDrafting`. `ValueError` if the estimator
+    cannot estimate a candidate's acceptance before it is drawn, or `tree="static"` has no measured rates.
 
     Args:
-        decided: `SpeculationStats.decided`; gets the reason if trees are given up (`refuse`).
+        decided: `SpeculationStats.decided`; `refuse` stores its reason there.
 
     Attributes:
         most, limit: the largest number of nodes of any tree, and of the next one if `throughput` is set.
         throughput: decides how far trees grow, and learns from rounds (`rule="throughput"`). `None`: a fixed budget.
-        rates: calibrates the estimates of trees with a fixed budget; `None` uses raw estimates.
+        rates: calibrates the estimates of dynamic trees with a fixed budget; `None`: raw estimates.
     """
 
     for_trees, rule = True, None
@@ -310,7 +311,7 @@ class TreeDrafting:
         self.rates: AcceptanceRates | None = None
 
     def set_plan(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
-        """Grow trees by `plan`; without one calibrate the estimates of dynamic trees (`Decisions.adapt`)."""
+        """Called once: lets `plan` decide how trees grow or, without one, calibrates estimates (`Decisions.adapt`)."""
         if plan is not None:
             self.slots.valuation = self.throughput = rule = cast(TreePlan, plan)
             if self.config.tree == "auto":
@@ -322,7 +323,7 @@ class TreeDrafting:
             self.slots.valuation = SlotValuation(self.rates)
 
     def refuse(self, reason: str) -> None:
-        """Draft chains in this generation because of `reason`; `LateRefusalError` if settings require trees."""
+        """Draft only chains from now on, because of `reason`; `LateRefusalError` if the settings require trees."""
         if self.config.draws_trees:
             raise LateRefusalError(reason)
         self.slots.branches, self.decided["tree"] = False, f"chains: {reason}"
@@ -342,7 +343,7 @@ class TreeDrafting:
         return room if most >= (self.most if self.throughput is None else 1) else 0
 
     def draft(self, input_ids: Tensor, longest: int) -> DraftTree:
-        """Draft a tree of at most `longest` levels below the last token of `input_ids` `[1, length]`."""
+        """Draft a tree with at most `longest` levels of candidates after the sequence `input_ids` `[1, length]`."""
 
         def expand(tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
             scores, hidden = self.session.expand(tree, nodes)

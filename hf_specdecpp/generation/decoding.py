@@ -1,5 +1,5 @@
-"""The decoding loop (`AssistedDecoding`) and its parts: `Drafts` proposes candidates, and `TargetSide` runs the
-target's forward passes and owns its cache.
+"""The decoding loop of one `generate()` call (`AssistedDecoding`). In each round, `Drafts` proposes candidates, and a
+`RoundTarget` runs the target's forward pass over them.
 
 Differences from transformers' `_assisted_decoding`: the prompt has a separate forward pass, so a reused cache, chunked
 prefill and sliding windows behave as in plain `generate()`. Stopping criteria are called after each token. Scores,
@@ -34,54 +34,54 @@ MEMORY = "memory ended"
 
 
 class RoundTarget(ABC):
-    """The target in a round. `TargetSide` calls the target's forward, `GraphTarget` launches CUDA graphs."""
+    """Runs the target's forward passes: `TargetSide` by the target's forward method, `GraphTarget` by CUDA graphs."""
 
     def attention(self) -> AbstractContextManager[None]:
-        """The context in which all rounds run: it excludes unsuitable attention kernels, if there are any."""
+        """The context in which all rounds run. `TargetSide` excludes cuDNN's attention kernels (`without_cudnn`)."""
         return nullcontext()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - optional in subclasses
-        """Called before each round, for work that is not part of the round's seconds."""
+        """Called before each round, outside of its seconds: may compact a batch's cache, or time a one-token pass."""
 
     def max_candidates(self, text: OutputText) -> int | None:
-        """The largest number of candidates in the next pass; `None`: no limit."""
+        """The largest number of candidates of `text` that the next pass may read; `None`: no limit."""
         return None
 
     @abstractmethod
     def read(self, rounds: Sequence[Round]) -> None:
-        """Run one forward pass over the last token and the candidates of each sequence. Sets `outputs` and `width` of
-        the rounds, or, if the GPU has drawn and verified the candidates, `outputs`, `tree` and `result`."""
+        """Run one forward pass over the last token and the candidates of the sequence of each round. Sets `outputs` and
+        `width` of the rounds or, if CUDA graphs have drawn and verified candidates, `outputs`, `tree` and `result`."""
 
     @abstractmethod
     def commit(self, rounds: Sequence[Round]) -> None:
-        """Remove rejected candidates from the cache and from the hidden states that drafts read."""
+        """Called after verification: drops rejected candidates from the cache and from the states that drafts read."""
 
     @abstractmethod
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        """For each sequence, whether further tokens follow."""
+        """For each of `texts`, whether further rounds generate tokens for it."""
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - does nothing for a single sequence
-        """Called when sequences have ended: only those at the indices `places` of `texts` continue."""
+        """Called when some of `texts` have ended: those at the indices `places` continue. Example: [0, 2] of three."""
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
-        """Called when graphs have failed. Returns the drafts and the target of this round and all later ones."""
+        """Called if a CUDA graph has failed. Returns drafts and target that repeat this round and make later ones."""
         raise failure
 
     def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - does nothing without graphs
-        """Called after the last round, or when `texts` continue without graphs: releases the captured passes. Keys and
-        values of a single sequence, in a batch those of `texts`, are copied to the target's own cache."""
+        """Called after the last round, or when `texts` continue without graphs: copies keys and values to the target's
+        own cache (in a batch only those of `texts`), and releases the captured passes for other calls."""
 
 
 class Drafts:
-    """Proposes candidates: here for a single sequence, with its `SpecDecPPCandidateGenerator`."""
+    """Proposes the candidates of each round: this class for a single sequence, by its `SpecDecPPCandidateGenerator`."""
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
-        """A tree for each sequence. A chain has one branch; an empty tree is a round without candidates."""
+        """The next candidates of each of `texts`: a tree, or a chain, which has one branch. Either may be empty."""
         (text,) = texts
         return [text.generator.propose(text.ids, target.max_candidates(text), text.states)]
 
     def record_outcome(self, rounds: Sequence[Round]) -> None:
-        """Called after a commit: the generator gets the accepted path and, with measured costs, the pass width."""
+        """Called after each commit: gives the generator the accepted path and, if rounds are timed, the pass width."""
         (each,) = rounds
         generator = each.text.generator
         if generator.times is not None:  # before the plan may compute its decisions anew, which takes long
@@ -89,14 +89,14 @@ class Drafts:
         generator.record_outcome(each.tree, each.result.path, each.text.before)
 
     def select(self, places: Sequence[int]) -> None:
-        """Called when sequences have ended: only those at the indices `places` continue."""
+        """Called when sequences have ended: those at the indices `places` of the last `texts` continue."""
 
 
 class GraphsFailedError(RuntimeError):
-    """A part of a round cannot be captured, or memory runs out; raised before the round is verified.
+    """A part of a round cannot be captured, or memory runs out. Raised before verification: the round is repeated.
 
     Attributes:
-        lasting: the reason if a later call cannot capture the part either, or `None`.
+        lasting: why later calls cannot capture this part either; `None` if they may try again.
         is_memory: whether memory ran out.
     """
 
@@ -106,10 +106,10 @@ class GraphsFailedError(RuntimeError):
 
 
 class TargetSide(RoundTarget):
-    """The target of a call, the owner of its cache: reads the prompt, runs rounds without graphs, collects the hidden
-    states that drafts read, times passes, and builds the output of `generate()`."""
+    """The target of one call, and the owner of its KV cache: reads prompts, runs rounds without CUDA graphs, stores
+    hidden states for drafts that read them, times passes, and builds the output of `generate()`."""
 
-    foreign: ForeignPasses | None = None  # hooks and patches in the target's passes, if any
+    foreign: ForeignPasses | None = None  # hooks and patches that run in the target's passes, if any
     carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
     timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
@@ -124,60 +124,60 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        """Run the prompts' forward pass as plain `generate()` does; sets `outputs` of the rounds."""
+        """Run the pass over the prompts `[batch, length]` as plain `generate()` does; sets `outputs` of `rounds`."""
 
     def begin_texts(self, texts: Sequence[OutputText]) -> None:
-        """Called once, after the prompt and before the first round."""
+        """Called once, after the prompts' pass and before the first round, with the unfinished sequences."""
 
     # Called for captured passes. --------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def forward_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the target's forward, including its own cache."""
+        """`model_kwargs` of the next forward pass, including the target's own cache."""
 
     @abstractmethod
     def copy_prompts(self, passes: CapturedTarget) -> None:
-        """Copy the prompts' keys and values to `passes`; the target's own cache is unchanged."""
+        """Copy the prompts' keys and values to the cache of the captured `passes`; the own cache is unchanged."""
 
     @abstractmethod
     def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
-        """Logits `[texts, n, vocab]` of a pass without graphs over `tokens` `[texts, n]`, which start with the last
-        token of each sequence. The pass is then rolled back."""
+        """Logits `[texts, n, vocab]` of the target's own pass over `tokens` `[texts, n]`, to compare captured passes
+        with. `tokens` start with the last token of each sequence. The pass is rolled back."""
 
     @abstractmethod
     def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
-        """Copy the keys and values of `texts`, in the given `rows` of `passes`, to the target's own cache."""
+        """Copy keys and values from the captured `passes` to the own cache; `texts[i]` is row `rows[i]` of `passes`."""
 
     def save_row(self, text: OutputText, keys_values: Callable[[], Any]) -> None:
-        """Called when a sequence has ended: a batch that returns its cache stores `keys_values()` of the sequence."""
+        """Called when a row of captured rounds has ended: a batch that returns its cache stores `keys_values()`."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def complete(self, texts: Sequence[OutputText]) -> None:
-        """Called after the last round: leaves the cache as plain `generate()` leaves it."""
+        """Called after the last round: brings the cache to the state in which plain `generate()` leaves it."""
 
     def roll_back(self) -> None:
         """Called after an exception: crops the cache, possibly the user's own, to the emitted tokens."""
 
     @abstractmethod
     def end(self) -> None:
-        """Called at the end of every call, also after an exception: prepares the cache for later calls, if it can."""
+        """Called at the end of every call, also after an exception: prepares the cache for later calls, if possible."""
 
     @abstractmethod
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
-        """The output of `generate()`."""
+        """The output of `generate()`: token ids `[batch, length]`, or an object with `return_dict_in_generate`."""
 
     def record_pass(self) -> None:
-        """Called after each round: records the seconds of its pass, if timed."""
+        """Called after each round: adds the seconds of its pass, if timed, to the target's `PassTimes`."""
         if self.timed_pass is not None:
             self.passes.record_pass(*self.timed_pass, self.generator.setup.rows, self.generator.products)
             self.timed_pass = None
 
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
-        """Called before rounds: times an additional pass over one token of each of `rows` sequences if due
-        (`PassTimes`), with the arguments of `inputs()`. The statistics of `first` count it."""
+        """Called before rounds: times an additional pass over one token of each of `rows` sequences if the target's
+        `PassTimes` need one. `inputs()` makes its arguments, and the statistics of `first` count it."""
         if self.passes.is_missing(rows, self.generator.products):
             begin = time.perf_counter()
             self.passes.make(rows, self.model, inputs())
@@ -189,12 +189,12 @@ Choose: TypeAlias = Callable[[Sequence[OutputText], Drafts, TargetSide], tuple[D
 
 
 class AssistedDecoding:
-    """One `generate()` call, for a single sequence or the rows of a batch.
+    """The decoding loop of one `generate()` call, for a single sequence or the rows of a batch.
 
     Attributes:
-        active: the sequences that have not ended.
+        active: the sequences that have not ended, from `texts`, which has all.
         drafts, target: propose candidates and run target passes in rounds. Before and after them `target` is `side`.
-        on_graphs: called after the prompts' pass: returns `drafts` and `target` of the rounds, with or without graphs.
+        on_graphs: called after the prompts' pass: returns the rounds' `drafts` and `target`, with or without graphs.
     """
 
     def __init__(self, texts: list[OutputText], drafts: Drafts, side: TargetSide, on_graphs: Choose) -> None:
@@ -219,7 +219,7 @@ class AssistedDecoding:
         return self.side.output(self.texts)
 
     def _generate(self, input_ids: Tensor) -> None:
-        """The prompts' forward pass, then rounds until all sequences have ended."""
+        """Run the prompts' forward pass, then rounds until all sequences have ended."""
         products, begin, count = self.texts[0].generator.products, time.perf_counter(), len(self.texts)
         with products:
             self._read_prompt(input_ids)
@@ -243,7 +243,7 @@ class AssistedDecoding:
             text.stats.plain_pass_seconds, text.stats.same_pass_seconds = shares
 
     def _read_prompt(self, input_ids: Tensor) -> None:
-        """The prompts' forward pass and the first token of each sequence, exactly as in plain `generate()`."""
+        """Run the prompts' forward pass, and emit the first token of each sequence, exactly as plain `generate()`."""
         for text, ids in zip(self.texts, input_ids.split(1), strict=True):
             text.begin(ids)
         rounds = [Round(text, Chain(), is_prompt=True) for text in self.texts]
@@ -262,7 +262,7 @@ class AssistedDecoding:
                 self.drafts, self.target = self.target.after_failure(failure, self.active)
 
     def round(self) -> None:
-        """Draft, run one target pass, verify, emit, commit (SpecDec++, section 3; for trees DySpec, section 4)."""
+        """One round: draft, run a target pass, verify, emit, commit (SpecDec++, section 3; DySpec, section 4)."""
         begin = time.perf_counter()
         trees = self.drafts.propose(self.active, self.target)  # a chain is a tree with one branch
         drafted = time.perf_counter()
@@ -310,8 +310,8 @@ _users: list[bool] = []  # the setting at entry of each thread inside `without_c
 
 @contextmanager
 def without_cudnn(device: torch.device) -> Iterator[None]:
-    """A context in which PyTorch does not choose cuDNN's attention kernels on CUDA: for each new cache length they make
-    a plan, which takes longer than a pass. The setting is the process's, and restored when the last thread leaves."""
+    """A context without cuDNN's attention kernels on CUDA: planning them for each new cache length takes longer than a
+    forward pass. The setting holds for the whole process; the last thread to leave the context restores it."""
     if device.type != "cuda":
         yield
         return

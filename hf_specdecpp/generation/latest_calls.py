@@ -1,4 +1,4 @@
-"""Whose statistics `assistant.stats` shows: those of the latest call of a thread or asyncio task (`LatestCalls`)."""
+"""The statistics that `assistant.stats` shows: of the latest call of a thread or asyncio task (`LatestCalls`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 
 @dataclass(eq=False)
 class Noted:
-    """The statistics of a call, when it was noted, and the thread that made it."""
+    """The statistics of a call, with the time at which they were recorded (seconds) and the thread of the call."""
 
     stats: SpeculationStats
     at: float = field(default_factory=perf_counter)
@@ -51,7 +51,7 @@ class LatestCalls:
         return own.stats
 
     def record_call(self, stats: SpeculationStats, streamer: Any = None) -> None:
-        """Called in the thread of a call, when it begins or ends."""
+        """Called in the thread of a call, before its first pass; for a batch at its end. `streamer`: of the call."""
         known = known_here()
         before, noted = known.get(self), Noted(stats)
         self._latest = noted  # another thread may replace it at any time

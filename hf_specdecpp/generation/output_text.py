@@ -1,5 +1,5 @@
-"""One sequence of a `generate()` call (`OutputText`): which candidates are accepted, by the functions of
-`trees.verification`, and where the sequence ends."""
+"""One sequence of a `generate()` call (`OutputText`): verifies candidates by the functions of `trees.verification`,
+appends the emitted tokens, and finds the end of the sequence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NO_SCORES = torch.empty(0, 0)
 
 @dataclass
 class RoundResult:
-    """The result of a verification.
+    """The result of verifying a round. Node 0 is the last token before the round, nodes 1, 2, ... are candidates.
 
     Example: of the chain 7 8 9 the candidates 7 and 8 are accepted, and 4 follows: `path` is [1, 2], `emitted` is
     [7, 8, 4]. If `Walk` finds that 8 ends the sequence, `emitted` is [7, 8], and `path` is still [1, 2].
@@ -57,18 +57,18 @@ class RoundResult:
 
 
 class OutputText:
-    """A sequence during generation.
+    """A sequence during its `generate()` call.
 
     Attributes:
-        length: number of tokens, of the prompt and emitted.
+        length: number of tokens of the prompt and emitted ones.
         states: `[1, n, width]`, if the draft reads hidden states of the target: those at the n tokens that the last
             pass committed.
         before: length before the latest round.
         finished: whether the sequence has ended.
-        goes_on: whether tokens follow its end, as in the rows of a batch without padding; `False` by default.
+        goes_on: whether it continues after its end until all rows of the batch have ended, as without EOS ids.
         is_rewritten: whether a stopping criterion has written another last token over that of the latest round.
         end_length: length at which the sequence ends, as far as known; at first the maximum length.
-        waits: whether a read from its device waits for all queued work.
+        waits: whether reading a value from its device waits for all queued work, as on a GPU.
         records: scores, logits, hidden states and attentions for `return_dict_in_generate`.
     """
 
@@ -101,15 +101,15 @@ class OutputText:
 
     @property
     def ids(self) -> Tensor:
-        """`[1, length]`, the prompt and the emitted tokens. Those of chains are uploaded when first needed."""
+        """`[1, length]`, the prompt and the emitted tokens. Tokens of chains are copied to the device at first use."""
         if self._further:
             further, self._further = torch.tensor([self._further], device="cpu"), []  # int64, as in plain generation
             self._ids = torch.cat((self._ids, further.to(self._ids.device)), dim=1)
         return self._ids
 
     def verify(self, each: Round) -> RoundResult:
-        """Choose the accepted candidates of a round and the next token, by the logits of its pass. If processors have
-        to be called for each emitted token in order, a `Walk` chooses."""
+        """Choose the accepted candidates of a round and the next token, by the logits in its `outputs`. If processors
+        have to be called for each emitted token in order, a `Walk` chooses."""
         logits = each.outputs.logits[0, -len(each.tree) - 1 :]
         if self.generator.corrections is not None:
             self.record_corrections(each.rows, logits)
@@ -118,14 +118,14 @@ class OutputText:
         return self._verify_chain(each, logits) if isinstance(each.tree, Chain) else self._verify_tree(each, logits)
 
     def record_corrections(self, tree_pass: TreePass, logits: Tensor) -> None:
-        """Record the target's logits after the nodes of a round, if the draft's logits are mixed with earlier ones."""
+        """Record the target's choices after the n nodes, by `logits` `[n, vocab]`, if drafting uses them later."""
         tree, generator = tree_pass.tree, self.generator
         # If plain generation is faster, recording would be most of the time that a round adds.
         if generator.corrections is not None and (len(tree) or generator.plan is None or generator.plan.pays):
             generator.corrections.record(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
 
     def emit(self, result: RoundResult) -> Emitted:
-        """Append the emitted tokens, up to the first that ends the sequence."""
+        """Append the tokens of `result`, up to the first that ends the sequence. Returns how many were appended."""
         emitted, rows = result.emitted, result.rows
         kept, self.before = len(emitted), self.length
         path: PathRows | None = None
@@ -150,7 +150,7 @@ class OutputText:
         return Emitted(kept, path)
 
     def end(self) -> None:
-        """Called when the call's last round is over: stores the answer for lookups and ends the streamer."""
+        """Called after the call's last round: stores the answer for lookups of later calls, and ends the streamer."""
         setup = self.generator.setup
         if setup.speculation.lookup == "history":  # for lookups of later calls
             setup.memory.answers.add(self.ids[0, self.prompt_length :].tolist())
@@ -160,8 +160,8 @@ class OutputText:
     def first_stop(
         self, length: int, emitted: list[int], scores: Tensor, raw: Tensor, ids: Tensor | None
     ) -> tuple[int, bool]:
-        """How many of the `emitted` tokens are kept, and whether the sequence then ends. With all of them it has
-        `length` tokens, which are in `ids` `[1, length]` unless `all_simple`. Records the scores of the kept ones.
+        """Returns how many of the last tokens, `emitted`, are kept, and whether the sequence then ends. `ids`
+        `[1, length]`: the sequence with all of them, or `None` if `all_simple`. Records `scores` of the kept ones.
 
         If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`. If one writes another last
         token to `ids`, no later token is kept (`is_rewritten`).
@@ -191,7 +191,7 @@ class OutputText:
     # Verification. --------------------------------------------------------------------------------------------------
 
     def _verify_chain(self, each: Round, logits: Tensor) -> RoundResult:
-        """Verify with p at all candidates."""
+        """Verify a chain, with p after all of its candidates."""
         chain = each.tree
         scores = logits.to(self.ids.device, torch.float32, copy=self.keeps_raw)
         if not self.processing.does_nothing:
@@ -203,7 +203,7 @@ class OutputText:
         return RoundResult(path, [*chain.tokens[1 : len(path) + 1], token], scores, raw, waited=waited)
 
     def _verify_tree(self, each: Round, logits: Tensor) -> RoundResult:
-        """Verify with p at the tested nodes, each processed once; on a GPU with p at all nodes, copied in one read."""
+        """Verify a tree, with p after the nodes that are tested; on a GPU after all nodes, copied in one read."""
         tree, rows, randomness, begin = each.tree, each.rows.rows, self.randomness, 0.0
         if self.waits:
             processed = logits.to(self.ids.device, torch.float32, copy=True)
@@ -222,7 +222,7 @@ class OutputText:
             return self.processing.one(self.ids, tree.path(node), row)
 
         def target_at(node: int) -> Any:
-            """Greedy: the likeliest token after a node. Sampled: p after the node."""
+            """The likeliest token after a node (greedy), or p after the node (sampled)."""
             if self.waits:
                 return read[rows[node]]
             exact = as_float32(scores(node), randomness is None)
@@ -240,7 +240,7 @@ class OutputText:
         return RoundResult(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken, waited=waited)
 
     def _verify_in_order(self, each: Round, logits: Tensor) -> RoundResult:
-        """Verify with p at the accepted nodes only."""
+        """Verify token by token, with p after the accepted nodes only."""
         walk = Walk(self, each.rows, logits)
         while walk.node is not None:
             walk.choose(self.processing.one(walk.ids, [], walk.raw))
@@ -257,7 +257,7 @@ class OutputText:
         return follow_tree(chain, path, token, lambda node: self._draw(scores[node]))
 
     def _on_host(self, tree: DraftTree, scores: Tensor) -> Tensor:
-        """p `[rows, vocab]` after all nodes, on the host. The one read also copies q to the tree."""
+        """Copy p `[rows, vocab]` after all nodes to the host, and in this one read also the q of `tree`. Returns p."""
         parents = [node for node, children in enumerate(tree.children) if children]
         of_draft = [tree.scores[node].to(scores.device)[None] for node in parents]
         both = torch.cat((scores, *of_draft)).softmax(dim=-1).cpu()
@@ -275,7 +275,7 @@ class OutputText:
         return int(token)
 
     def process(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the logits of all rows, `[rows, vocab]` float32, which may be overwritten."""
+        """Call the logits processors for all rows of a pass: `scores` `[rows, vocab]` float32, may be overwritten."""
         tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
         if not processing.answers_all:
             return self._process_allowed(tree_pass, scores.clone())
@@ -289,8 +289,8 @@ class OutputText:
         return scores
 
     def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the rows of nodes that may be accepted: greedy choices, or candidates that the processors allow.
-        Waits for the device once per level."""
+        """`process` only for nodes that may be accepted: greedy choices, or candidates that the processors allow.
+        Waits for the device once per level of the tree."""
         tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
         while level:
             here = [rows[node] for node in level]
@@ -307,17 +307,17 @@ class OutputText:
         return scores
 
     def _ends_text(self, tree: DraftTree, node: int) -> bool:
-        """Whether a node ends the sequence; plain generation calls no processors after such a token."""
+        """Whether the token of a node ends the sequence, so that plain generation calls no processors after it."""
         return node > 0 and (tree.tokens[node] in self.eos or self.length + tree.depths[node] >= self.max_length)
 
 
 class Walk:
-    """Verification of a round token by token. As in plain generation the scores after a token are processed, the next
-    token is chosen, and the stopping criteria are called, before the next scores are processed.
+    """Verifies a round token by token. As in plain generation, the scores after a token are processed, the next token
+    is chosen, and the stopping criteria are called, before the next scores are processed.
 
     Attributes:
-        ids: `[1, length]`, the sequence with the chosen tokens.
-        node: the node after which the next token is chosen; `None` at the end of the round.
+        ids: `[1, length]`, the sequence with the tokens chosen so far.
+        node: the accepted node after which the next token is chosen; `None` at the end of the round.
         ended: whether the sequence has ended.
     """
 
@@ -353,14 +353,14 @@ class Walk:
 
     @property
     def result(self) -> RoundResult:
-        """The tokens chosen so far, as the round's result."""
+        """The result of the round, with the tokens chosen so far; without scores, which were recorded already."""
         rows, is_chain = self.tree_pass.rows, isinstance(self.tree_pass.tree, Chain)
         taken = None if is_chain else [rows[node] for node in (0, *self._path)]
         return RoundResult(self._path, self._emitted, NO_SCORES, NO_SCORES, taken, self.ended, self.ids)
 
 
 class Emitted(NamedTuple):
-    """The number of tokens that a round appended and, for a tree, the rows of the root and the accepted candidates."""
+    """Number of tokens that a round appended and, for a tree, the pass's rows of the root and accepted candidates."""
 
     kept: int
     path: PathRows | None = None
@@ -368,7 +368,7 @@ class Emitted(NamedTuple):
 
 @dataclass
 class Round:
-    """A round of one sequence, from proposal to commit."""
+    """One round of the sequence `text`, from the proposal of candidates to the commit."""
 
     text: OutputText
     tree: DraftTree  # the candidates; a chain is a tree with one branch, no candidates an empty tree
@@ -382,5 +382,5 @@ class Round:
 
     @cached_property
     def rows(self) -> TreePass:
-        """The tree in the order of the target's rows."""
+        """The nodes of the tree in the order of the rows of the target's pass."""
         return TreePass(self.tree)

@@ -1,6 +1,6 @@
-"""Targets on several processes (tensor parallelism): the first rank drafts, draws random numbers and verifies.
+"""Targets that are spread over several processes (tensor parallelism). Only the first rank drafts and verifies.
 
-All ranks run the target's passes together, with equal tokens. The first rank sends two short messages per round to the
+All ranks run the target's passes together, over equal tokens. The first rank sends two short messages per round to the
 others: the candidates, and the emitted tokens.
 """
 
@@ -25,8 +25,8 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
 def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Processing, rows: int) -> None:
-    """Raise `ValueError` for batches, trees, and processors that must be called in order. Called before any work, for
-    targets that are spread over several processes."""
+    """Called before the prompt's pass, if the target is spread over several processes: raises `ValueError` for several
+    `rows` (a batch), for trees, and for logits processors that must be called in order."""
     reason = None
     if rows > 1:
         reason = "batches are for targets in one process"
@@ -42,17 +42,17 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
 
 
 class Ranks:
-    """The processes of a target that is spread over several, each of which has one `Ranks`. `shared` sends an object
-    from the first rank to the others."""
+    """This process's connection to the other processes (ranks) of a target that is spread over several: `shared` sends
+    an object from the first rank to the others."""
 
     def __init__(self, target: CausalLM) -> None:
         mesh: Any = next(each.device_mesh for each in target.parameters() if isinstance(each, DTensor))
         self.group = (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
         self.is_first, self.device = dist.get_rank(self.group) == 0, target.device
-        self.outcome: tuple[int, bool] = (0, False)  # of a round: number of kept tokens; whether the sequence ends
+        self.outcome: tuple[int, bool] = (0, False)  # on other ranks: what `first_stop` returns
 
     def shared(self, message: Any = None) -> Any:
-        """The first rank's `message`, on all ranks; `RuntimeError` on the others if the first rank has failed."""
+        """Called on all ranks: returns the first rank's `message`; `RuntimeError` if the first rank has failed."""
         messages = [message]
         dist.broadcast_object_list(messages, group=self.group, group_src=0, device=self.device)
         if messages[0] is None:
@@ -61,7 +61,7 @@ class Ranks:
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """A context for work of the first rank while the others wait in `shared`; exceptions are reported to them."""
+        """A context for work of the first rank while others wait in `shared`, which raises there if the work fails."""
         try:
             yield
         except Exception:
@@ -70,7 +70,7 @@ class Ranks:
 
 
 class RankText(OutputText):
-    """A sequence on one rank. The first rank verifies and finds the end of the sequence, the others follow.
+    """A sequence on one rank. The first rank verifies and finds the end; the others append the tokens that it sends.
 
     Example: the first rank drafts and sends 7 8 9. All ranks read 7 8 9. The first rank accepts 7 and 8, draws 5, and
     sends 7 8 5. All ranks append 7 8 5, and remove 9 from the cache.
@@ -115,7 +115,7 @@ class RankText(OutputText):
 
 
 class DraftOfRanks(Drafts):
-    """Drafts on the first rank, which sends the candidates to the others."""
+    """Proposes candidates on all ranks: the first rank drafts them, and sends them to the others."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks

@@ -1,4 +1,4 @@
-"""Checks that give the reason if a call does not support speculation, before it runs or after the prompt's pass."""
+"""Checks whether a call supports speculation, before its first pass or after the prompt's; errors name the reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
 
 @dataclass(frozen=True)
 class Call:
-    """A `generate()` call as prepared by transformers; `model_kwargs` are further arguments of the forward."""
+    """A `generate()` call as prepared by transformers; `model_kwargs` are arguments of the target's forward method."""
 
     target: CausalLM
     processors: Any
@@ -64,14 +64,14 @@ class Call:
         cls, target: CausalLM, processors: Any, criteria: Any, config: GenerationConfig, streamer: Any = None,
         **kwargs: Any,
     ) -> Call:  # fmt: skip
-        """From the arguments of transformers' decoding methods."""
+        """A `Call` from the arguments of a decoding method of transformers, such as `_sample`."""
         model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
         return cls(target, processors, criteria, config, streamer, model_kwargs)
 
 
 class LateRefusalError(ValueError):
-    """A call is not supported, but this was found only after the prompt's pass, before any token was emitted. Calls
-    that use a default assistant are then plain; a call with `assistant_model=` raises this error."""
+    """A call is not supported, which was found only after the prompt's pass, before any token was emitted. With a
+    default assistant, the call falls back to plain `generate()`; with `assistant_model=`, it raises this error."""
 
 
 class PlainCallError(ValueError):
@@ -125,8 +125,8 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bool]:
-    """For a call that uses transformers' own speculation: the reason, for a message, why the default assistant is not
-    used; and whether the setting is in the model's generation config, so that the user may not know of it."""
+    """For a call with a setting of transformers' own speculation: a message why the default assistant is not used, and
+    whether the setting comes from the model's generation config, so that the user may not know it."""
     name = next(name for name in OWN_SPECULATION if getattr(config, name, None))
     value = getattr(config, name)
     is_model_s = getattr(target.generation_config, name, None) == value
@@ -139,7 +139,7 @@ def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bo
 
 
 def warn_of_ignored(config: GenerationConfig) -> None:
-    """Warn once of settings that have no effect on an assistant, with the settings to use instead."""
+    """Warn once of settings of `config` that have no effect on an assistant, and name the settings to use instead."""
     usual = config._get_default_generation_params()
     for name, instead in INSTEAD.items():
         if (value := getattr(config, name, None)) not in (None, usual.get(name)):
@@ -179,8 +179,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
 
 
 def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | None:
-    """The results so far of testing a target's hooks or patches (`Trial`), or `None` without them; `PlainCallError` if
-    passes over several tokens are wrong with them, or cannot be compared with passes over one token."""
+    """For a target with hooks or patches, the results so far of their test (`Trial`); else `None`. `PlainCallError` if
+    they make passes over several tokens wrong, or if these cannot be compared with passes over one token."""
     passes = foreign_passes(target, cache)
     if passes is None:
         return None
@@ -198,11 +198,11 @@ def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | 
 
 
 def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:
-    """Called after the prompt's pass: raise `LateRefusalError` if padding makes the prompts' `logits` NaN, as in eager
-    attention with sliding windows.
+    """Called after the prompt's pass: raises `LateRefusalError` if padding makes the prompts' `logits` NaN, as in eager
+    attention with sliding windows. `mask`: the attention mask `[rows, length]` or `None`.
 
     Plain generation emits wrong tokens then, until the padding has left the windows. Here a cache that can be rolled
-    back keeps more rows, and 0 times NaN is NaN. `mask`: `[rows, length]` or `None`.
+    back keeps the padding longer, and 0 times NaN is NaN.
     """
     if mask is None or bool(mask.all()):
         return
@@ -218,12 +218,12 @@ def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None
 
 
 def _is_state(value: object) -> bool:
-    """Whether an argument of a forward changes between passes: another cache, or a stream of inputs."""
+    """Whether an argument of the forward method changes from pass to pass: another cache, or an iterator of inputs."""
     return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")
 
 
 def no_positions(target: CausalLM) -> str:
-    """The reason why a target whose forward takes no position ids does not support batches."""
+    """The reason, for a message, why a target whose forward takes no position ids does not support batches."""
     why = why_no_positions(target) if "forward" in vars(target) else "takes no positions of its own for each row"
     return f"this target {why}, which rows of different length need"
 
@@ -289,7 +289,7 @@ def check_batch(call: Call, has_trees: bool) -> None:
 
 
 def _is_given(value: object) -> bool:
-    """Whether an argument is in use; without an image transformers passes an empty mapping."""
+    """Whether an argument has a value; without an image transformers passes an empty mapping."""
     return value is not None and not (isinstance(value, Mapping) and not value)
 
 
@@ -307,7 +307,7 @@ def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
 
 
 def _adapter_names(target: CausalLM) -> bool:
-    """Whether rows have adapters of their own: PEFT passes `adapter_names` to its layers by hooks."""
+    """Whether each row has an adapter of its own: PEFT then passes `adapter_names` to its layers by hooks."""
     hooks = (hook for module in causal_lm.modules_of(target) for hook in module._forward_pre_hooks.values())
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 

@@ -1,4 +1,4 @@
-"""The parts of an assistant that one generation uses (`DraftSetup`), and its plan, stopping rule and lookups."""
+"""The parts of an assistant that a generation uses (`DraftSetup`), and its plan, stopping rule and lookups."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ HISTORY = 50_000  # tokens of earlier answers that `lookup="history"` searches
 
 @dataclass(frozen=True)
 class DraftSetup:
-    """Frozen references to the parts of an assistant, made by `SpecDecPPAssistant.setup()` for one generation."""
+    """References to the parts of an assistant, made by `SpecDecPPAssistant.setup()` for one generation."""
 
     drafter: Draft
     head: AcceptanceHead | None  # `None`: q of the draft estimates acceptance
     speculation: SpeculationConfig
     decisions: Decisions
-    memory: Memory  # updated by generations, as are the copies of weights
-    copies: WeightCopies  # exact copies of weights
-    int8: WeightCopies  # of the draft's weights
+    memory: Memory  # what generations have learned; they update it, as well as the copies of weights
+    copies: WeightCopies  # exact copies of weights, for faster multiplications on a CPU
+    int8: WeightCopies  # int8 copies of the draft's weights
     rates: Mapping[str, Sequence[float]]  # `SpecDecPPConfig.acceptance_by_rank`
     is_independent: bool  # whether the draft is a separate model
     # Unused ways to be faster, for the verdict: "training" of the draft, a "head", with lookups a "draft" model, and
@@ -73,7 +73,7 @@ class DraftSetup:
         return self.head or DraftProbability()
 
     def described_estimator(self, target: CausalLM) -> str:
-        """Whose estimates of acceptance decide how far to draft: "q", a head's name, or "unused"."""
+        """Which estimates of acceptance decide how far to draft: "q" (the draft's), a head's name, or "unused"."""
         config = self.speculation
         if config.tree not in ("dyspec", "dyspec-exact") and (config.draws_trees or self.rule(target) == "fixed"):
             return "unused"
@@ -86,13 +86,13 @@ class DraftSetup:
         return self.decisions.most_tokens(self.speculation)
 
     def tree_readers(self, target: CausalLM) -> dict[str, CausalLM]:
-        """The models that read token trees and must be tested first, by role ("target", "draft") for messages."""
+        """The models that would read token trees and must be tested first: "target" and perhaps "draft"."""
         draft = self.drafter.tree_reader
         return {"target": target} if draft is None else {"target": target, "draft": draft}
 
     def tries_trees(self, target: CausalLM, rule: TreePlan) -> bool:
-        """Whether target and draft have passed the test for reading trees. Runs the test once siblings would have saved
-        `CHECK` passes; a failure is stored in `rule`."""
+        """Whether target and draft have passed the test that they read trees correctly. The test runs here, once
+        siblings would have saved `CHECK` passes; the reason for a failure is stored in `rule`."""
         readers = self.tree_readers(target)
         if rule.saved >= CHECK and not rule.refused:
             try:
@@ -102,14 +102,14 @@ class DraftSetup:
         return all(map(has_read_tree, readers.values()))
 
     def learned_rates(self, target: CausalLM, generation: GenerationConfig, trees: bool = False) -> AcceptanceRates:
-        """The acceptance learned for this target and way of sampling, for chains or `trees`."""
+        """Acceptance rates of earlier rounds with this target and this way of sampling, of chains or `trees`."""
         return self.memory.recall(self.decisions, target, self.estimator, generation, trees).rates
 
     def draft_processing(
         self, processing: Processing, target: CausalLM, greedy: bool, captures: bool
     ) -> tuple[Processing, NgramCorrections | None]:
-        """The processing from the draft's logits to q, by the logits processors that the draft may call, and the
-        target's latest choices if mixed in, else `None`. `captures`: whether whole rounds may be captured."""
+        """Extend `processing`, the logits processors that the draft may call, to all that turns the draft's logits into
+        q. Returns this and the target's latest choices if mixed in, else `None`. `captures`: see `plan_of`."""
         decisions, temperature = self.decisions, 1.0 if greedy else self.decisions.draft_temperature
         mixes = decisions.mixes(greedy, self.drafter.reads is not None) and self.drafter.places > 0
         # By default for CPUs only: on a GPU mixing adds 12 % of launches, and 43 % in batches of four.
@@ -120,7 +120,7 @@ class DraftSetup:
         return processing if temperature == 1.0 else processing.cooled(temperature), None
 
     def static_shape(self, greedy: bool) -> Shape | None:
-        """The shape of all trees; `None` for dynamic trees. `ValueError` for `tree="static"` without measured rates."""
+        """The fixed shape of all trees, if any. `ValueError` if `tree="static"` has no measured rates for a shape."""
         config, rates = self.speculation, self.rates.get(MODES[greedy])
         if config.tree != "static":
             return config.shape
@@ -132,12 +132,12 @@ class DraftSetup:
         return best_shape(rates, config.tree_budget, self.decisions.tree_depth)
 
     def uses_copies(self, target: CausalLM) -> bool:
-        """Whether large layers may use copies of their weights: not on several processes, which would switch apart."""
+        """Whether large layers may use copies of weights: not with several processes, which would switch separately."""
         config = self.speculation
         return config.cpu_products != "off" and not config.reproducible and num_processes(target) == 1
 
     def product_times(self, target: CausalLM) -> ProductTimes | None:
-        """Measured times of the target's large layers; `None` if there are none or `uses_copies` is false."""
+        """Measured times of the target's large layers with and without copies; `None` if copies are not used."""
         if not self.uses_copies(target):
             return None
         layer = next(large_layers([target]), None)
@@ -152,13 +152,13 @@ class DraftSetup:
         return wanted and has_int8() and any(True for _ in large_layers(self.drafter.parts))
 
     def rule(self, target: CausalLM) -> Rule:
-        """The stopping rule of a generation. `"throughput"` becomes `"threshold"` for a target on several processes
-        unless costs are given, because their timings would differ."""
+        """The name of a generation's stopping rule: that of the settings, but `"threshold"` for `"throughput"` without
+        given costs if the target runs on several processes, which would measure different times."""
         rule, costs = self.speculation.rule, self.speculation.costs
         return "threshold" if rule == "throughput" and costs is None and num_processes(target) > 1 else rule
 
     def decided(self, target: CausalLM, verification: str, corrects: bool, chains: str | None) -> dict[str, str]:
-        """The entries of `SpeculationStats.decided`. `chains`: the reason why no trees are drafted, or `None`."""
+        """The first entries of `SpeculationStats.decided`. `chains`: why no trees are drafted (`why_chains`)."""
         config = self.speculation
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
         trees = "in every round" if config.draws_trees else "where siblings are worth their time"
@@ -172,13 +172,13 @@ class DraftSetup:
         }
 
     def described_products(self, target: CausalLM) -> str:
-        """The matrix multiplications on which costs depend: "own" or "copies", with " int8" if the draft uses it."""
+        """The matrix multiplications for which costs hold: "own" or "copies", with " int8" if the draft uses int8."""
         copies = "copies" if self.uses_copies(target) else "own"
         return f"{copies} int8" if self.drafts_in_int8 else copies
 
     def products(self, target: CausalLM) -> FasterProducts:
-        """The context for passes of target and draft with faster matrix multiplications, as configured. int8 copies of
-        weights are made now, exact copies in the background; copies of changed weights are deleted."""
+        """A context in which target and draft use the configured, faster matrix multiplications. int8 copies of weights
+        are made now, exact copies in the background; copies of changed weights are deleted."""
         copies = self.copies if self.uses_copies(target) else None
         int8 = self.int8 if self.drafts_in_int8 else None
         if int8 is None:
@@ -191,7 +191,7 @@ class DraftSetup:
 def looking_up(
     setup: DraftSetup, target: CausalLM, generation: GenerationConfig, plan: Plan | None
 ) -> LookingUp | None:
-    """The lookups of one generation; `None` if they are off."""
+    """The lookups of one generation, which find candidates in earlier text; `None` if they are off."""
     config, drafter, memory = setup.speculation, setup.drafter, setup.memory
     if not config.lookup:
         return None
@@ -245,7 +245,7 @@ def plan_of(
     setup: DraftSetup, target: CausalLM, generation: GenerationConfig, captures: bool, trees: bool = False
 ) -> Plan | None:
     """The plan of `rule="throughput"` for a generation with `trees` or chains; `None` for other rules, and for trees
-    with a fixed shape or budget. `captures`: whether whole rounds may be captured."""
+    with a fixed shape or budget. `captures`: whether whole rounds may run as CUDA graphs."""
     config, drafter = setup.speculation, setup.drafter
     if setup.rule(target) != "throughput" or (config.draws_trees and config.tree != "dyspec"):
         return None
@@ -269,9 +269,9 @@ def make_rule(
     """A new stopping rule for one generation, by `config.rule`; `ValueError` for invalid settings.
 
     Args:
-        plan: of `rule="throughput"`; by default a new one, which needs `config.costs`.
+        plan: decides for `rule="throughput"`; by default a new one, which needs `config.costs`.
         rates: calibrates the estimates of `rule="threshold"`, and learns from rounds; by default no calibration.
-        min_tokens (candidates): least number in a round of `rule="threshold"`.
+        min_tokens: least number of candidates in a round of `rule="threshold"`.
     """
     config.validate()
     if config.rule == "throughput":
@@ -282,7 +282,7 @@ def make_rule(
 
 
 def plan_for(config: SpeculationConfig, estimator: Estimator) -> ChainPlan:
-    """A new plan for chains with the given `config.costs`; `ValueError` if there are none."""
+    """A new plan of `rule="throughput"` for chains, with `config.costs`; `ValueError` if no costs are given."""
     costs = Costs.from_dict(config.costs or {})
     return ChainPlan(KnownCosts(costs, follows=False), config.max_tokens, lag_of(estimator))
 
@@ -290,7 +290,7 @@ def plan_for(config: SpeculationConfig, estimator: Estimator) -> ChainPlan:
 def rule_of(
     setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
-    """A new stopping rule for the chains of one generation."""
+    """A new stopping rule for the chains of one generation; `plan` is the result of `plan_of`."""
     config, rule = setup.speculation, setup.rule(target)
     config = config if config.rule == rule else replace(config, rule=rule)  # also validates the settings
     decisions = setup.decisions
@@ -305,8 +305,8 @@ def rule_of(
 
 
 def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Remove masked tokens from a prompt `new` `[1, n]` and from the target's `states` `[1, m, size]`. The `mask`
-    `[1, length]` is longer than a prompt that continues a cache, and shorter if tokens without mask follow.
+    """Remove masked tokens from the prompt `new` `[1, n]`, and their states from the target's `states` `[1, m, size]`.
+    The `mask` `[1, length]` may be longer, if the prompt continues a cache, or shorter, if later tokens have no mask.
 
     Example: the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` becomes `[5, 6]`.
     """

@@ -1,5 +1,5 @@
-"""The target of a call with a single sequence (`SingleTarget`), and the sequence in its cache (`TargetContext`), which
-makes the arguments of forward passes over candidates and commits accepted tokens."""
+"""The target of a call with a single sequence (`SingleTarget`), and the sequence in the target's cache
+(`TargetContext`), which makes the arguments of forward passes over candidates and commits accepted tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TargetContext:
 
     @property
     def rows(self) -> int:
-        """Number of rows in the cache."""
+        """Number of rows of keys and values in the cache, including masked ones."""
         return int(self.cached.cache.get_seq_length())
 
     @property
@@ -109,7 +109,7 @@ class TargetContext:
 
     def why_no_tree(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> str | None:
         """The reason why the target cannot read trees, or `None`: its forward takes no positions, or after the prompt
-        `input_ids` `[1, length]` the cache does not have one row per token (`mask_length`, if there is no mask)."""
+        `input_ids` `[1, length]` `cache` does not have one row per token (`mask_length` tokens, without a mask)."""
         if not gives_positions(self.target, input_ids, self.model_kwargs):
             return (
                 f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "
@@ -131,8 +131,8 @@ class TargetContext:
         )
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
-        """Mark the beginning of a round, and return the arguments of a forward pass over the pending tokens, the last
-        token of `input_ids` `[1, length]` and the candidates. With `has_mask` the caller makes the mask."""
+        """Begin a round of the cache, and return the arguments of its forward pass, over the pending tokens, the last
+        token of `input_ids` `[1, length]` and `candidates`. `has_mask`: the caller replaces the attention mask."""
         self.cached.begin_round()
         count = len(candidates)
         tokens = torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1) if count else input_ids
@@ -154,7 +154,7 @@ class TargetContext:
         return inputs
 
     def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
-        """Arguments of a forward pass over a tree, whose root is the last token of `input_ids` `[1, length]`."""
+        """Like `chain_inputs`, for a pass over a tree, whose root is the last token of `input_ids` `[1, length]`."""
         if not len(tree_pass.tree):
             return self.chain_inputs(input_ids, [])
         tokens, ancestors, depths = tree_pass.upload(input_ids.device)
@@ -166,7 +166,7 @@ class TargetContext:
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Commit a pass over the last token and `num_candidates` candidates, which returned `outputs`. Of its cache
-        rows the first `kept` stay, in a tree those of `path`. The last emitted token is read by the next pass."""
+        rows the first `kept` stay, in a tree those of `path`. The next pass reads the last emitted token."""
         if getattr(outputs, CACHE, None) is not self.cached.cache:
             self._adopt(cache_among(outputs))
         self.cached.commit(kept, num_candidates + 1, path)
@@ -179,13 +179,13 @@ class TargetContext:
             )
 
     def grow(self, count: int) -> None:
-        """Count `count` more tokens as cached, which captured passes have read."""
+        """Called after captured passes: counts the `count` tokens that were copied from them to the cache."""
         self.cached.num_tokens += count
         self.model_kwargs = self._longer = extended(self.model_kwargs, count)
         self._spare = 0
 
     def _adopt(self, cache: Any) -> None:
-        """Replace the cache by a forward's: Phi-3 makes a new one when frequencies change, some models in each pass."""
+        """Use the cache that a pass returned: Phi-3 makes a new one if frequencies change, some models in each pass."""
         if cache is None or cache is self.cached.cache:
             return
         cache.activate_past_recording()
@@ -194,14 +194,14 @@ class TargetContext:
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
     def _as_read(self, tokens: Tensor, after: int) -> Tensor:
-        """`tokens` `[1, length]` with the pending ones, of which there are some before the `after` last ones, as the
-        latest pass read them: processors may have written others to the sequence."""
+        """`tokens` `[1, length]`, with the pending ones as the latest pass read them: processors may have changed them
+        in the sequence. `after`: number of tokens that follow the pending ones."""
         begin = tokens.shape[1] - after - (pending := self.cached.pending)
         parts = tokens[:, :begin], self._read[:, :pending], tokens[:, begin + pending :]
         return torch.cat(parts, dim=1)
 
     def read_pending(self, input_ids: Tensor) -> None:
-        """Read pending tokens at the end of `input_ids` `[1, length]`, so that the cache can be reused."""
+        """Run a pass over pending tokens of the finished sequence `input_ids` `[1, length]`, to complete the cache."""
         if pending := self.cached.pending:
             kwargs = without_last(self.model_kwargs, 1)
             inputs = self.target.prepare_inputs_for_generation(
@@ -212,9 +212,9 @@ class TargetContext:
 
 
 def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> ReadAgain:
-    """A function `read(ids, count)` for `Trial`: one pass over `count` tokens of the later sequence `ids`, from the
-    last token of `text` `[1, length]` on, in a copy of the cache of `text`, which is saved now. `read` returns logits
-    `[count, vocab]` and the copy. With `as_tree` each token after the first has a sibling."""
+    """Save the cache of the sequence `text` `[1, length]`, and return a function `read(ids, count)` for `Trial`. `read`
+    runs one pass in a copy of that cache, over `count` tokens of the longer sequence `ids` from the last token of
+    `text` on. It returns logits `[count, vocab]` and the copy. With `as_tree` later tokens have siblings."""
     target, model_kwargs, saved = context.target, context.model_kwargs, SavedCache(context.cache)
     device, last, length = causal_lm.input_device(target), int(text[0, -1]), text.shape[1]
 
@@ -343,7 +343,7 @@ class SingleTarget(TargetSide):
             self._compare(self.trial, each)
 
     def take_states(self, each: Round, again: int = 0) -> None:
-        """Store the hidden states at the tokens that a pass committed; it began with `again` pending tokens."""
+        """Store the hidden states at the tokens committed by a round, whose pass began with `again` pending tokens."""
         count, (kept, path) = len(each.tree), each.emitted
         if self.text.records.kept:
             self.text.records.add_states(each.outputs, kept, count, None if path is None else path.rows, again)
@@ -360,7 +360,7 @@ class SingleTarget(TargetSide):
             self.text.states = self.states.states_of(rows)
 
     def _compare(self, trial: Trial, each: Round) -> None:
-        """Record a round's logits in the trial, and warn once if hooks or patches rule out candidates."""
+        """Add a round's logits to the `trial` of hooks and patches. If it fails, end drafting with a warning."""
         logits, (kept, path) = each.outputs.logits[0, -len(each.tree) - 1 :], each.emitted
         if not self.text.finished:
             rows = slice(kept) if path is None else path.rows[:kept]
@@ -373,7 +373,7 @@ class SingleTarget(TargetSide):
         logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {reason}.")
 
     def time_one_token(self) -> None:
-        """Time an additional pass over one token if its time cannot be derived from the rounds."""
+        """Time an additional pass over the last token if its time cannot be derived from the rounds."""
         context, ids = self.context, self.text.ids
         is_derived = self.generator.is_paused and self.device.type == "cpu"  # rounds are plain passes
         if not (is_derived or context.cached.pending or context.is_at_change(ids)):

@@ -1,5 +1,5 @@
-"""Statistics of a generation (`SpeculationStats`), and the verdict: was speculation faster, and if not, why
-(`outcome`); may the draft be for another target (`suspicion`)?"""
+"""Statistics of a `generate()` call (`SpeculationStats`), and the sentences of its verdict: was speculation faster than
+plain decoding, and if not, why (`outcome`); may the draft be for another target (`suspicion`)?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATEST = {OF_TWO: lambda own, other: other or own}
 
 
 def branching(drawn: DrawnTree) -> tuple[int, int]:
-    """The number of nodes with several children, and of candidates, in a tree."""
+    """The number of nodes with several children in a tree, and the number of its candidates."""
     return drawn.tree.ranks.count(1), len(drawn.tree)
 
 
@@ -40,24 +40,24 @@ class SpeculationStats:
         rounds_at_change: rounds that could have no candidates because the target's rotary frequencies change at their
             length (`models.checks.FrequencyChange`).
         plain_passes: target passes outside of rounds: the prompt's, which gives the first token.
-        drafted, accepted: candidates. `discarded` counts the others.
-        looked_up, accepted_lookups: candidates that were found in earlier text (`SpeculationConfig.lookup`).
+        drafted, accepted: all candidates, including looked-up ones; and accepted ones. `discarded` is the difference.
+        looked_up, accepted_lookups: candidates found in earlier text (`SpeculationConfig.lookup`); and accepted ones.
         lookup_rounds: rounds with looked-up candidates only.
         generated: emitted tokens. (`generated + discarded = drafted + rounds + plain_passes`, unless a stopping
             criterion cut the last round.)
         drafted_at, accepted_at: candidates by position in the round, in trees by depth; index 0 is the first.
         tree_depths, tree_widths: number of trees by depth and by size of the widest level, with empty trees at index 0.
         draft_passes: forward passes of the draft in rounds.
-        tested_by_rank, accepted_by_rank: over the root and the accepted nodes of trees, how often there was a first,
-            second, ... child, and how often that child was accepted.
+        tested_by_rank, accepted_by_rank: how often the root or an accepted node of a tree had a first, second, ...
+            child, and how often that child was accepted.
         draft_seconds: drafting, including the draft's pass over the prompt; of captured rounds only the launch.
         target_seconds: target passes without the prompt's (`prompt_seconds`). On a GPU this includes waiting for the
             pass during verification, and all work of captured rounds.
-        overhead_seconds: all other time of rounds: verification, processors, streaming, drafting that gave nothing.
+        overhead_seconds: all other time of rounds: verification, processors, streaming, drafting without result.
         plain_pass_seconds: estimated seconds of a plain pass over one token, in a batch divided by the rows, or `None`.
-        same_pass_seconds: seconds of such a pass with the CPU matrix multiplications of this call.
-        compared_passes: additional target passes over one token, if their time cannot be derived from the rounds: on a
-            GPU, and on a CPU without large layers.
+        same_pass_seconds: estimated seconds of such a pass with the CPU matrix multiplications of this call.
+        compared_passes: additional target passes over one token, to measure plain decoding where the rounds do not show
+            its speed: on a GPU, and on a CPU without large layers.
         preparing_seconds: seconds of `compared_passes`, and of making or checking copies of weights.
         state_bytes: memory for recurrent states, which are restored after a rejection.
         graphs, graph_seconds, graph_bytes: number of CUDA graphs of the target's passes and rounds, captured in this
@@ -65,10 +65,10 @@ class SpeculationStats:
         uncaptured: why passes or rounds were not captured as CUDA graphs; `None` if they were, or if graphs are off.
         last_tree: the latest verified tree with candidates; `str()` draws it. `None` for chains.
         branched_tree: the tree with the most nodes that have several children; if equal, the largest.
-        rows: statistics of each sequence of a batch, whose counts and seconds are the sums over them.
+        rows: in a batch the statistics of each sequence. The counts and seconds of this object are their sums.
         agreement: for a published draft, the share of first, second and third candidates that equal the target's
             choice in a few short texts, measured at attach; empty without a tokenizer in the target's repository.
-        suspect: name of a published draft, which may be for another target or be read wrongly; else `None`.
+        suspect: name of a published draft that may be for another target or be read wrongly, for a warning; or `None`.
         refusal: why this call fell back to plain `generate()` or stopped drafting; else `None`.
         remedies: unused ways to be faster, as in `DraftSetup.remedies`.
         decided: decisions by name: `{"rule": "throughput", "costs": "followed", "estimates": "q", "verification":
@@ -77,7 +77,7 @@ class SpeculationStats:
             call attached the assistant, not `attach` ("before"); the target multiplies with float16 copies of its
             weights, the draft in int8; "estimates" of acceptance are the draft's probabilities q, those of its own
             "confidence head", or of an "acceptance head".
-        has_products: whether any layer of the target computes differently than in plain `generate()`.
+        has_products: whether any layer of the target used faster matrix multiplications than plain `generate()`.
     """
 
     rounds: int = 0
@@ -121,7 +121,7 @@ class SpeculationStats:
     has_products: bool = field(default=True, metadata={OF_TWO: max})
 
     def record_outcome(self, tree: DraftTree, path: list[int]) -> None:
-        """Called after each round, with its tree and the accepted nodes `path`."""
+        """Called after each round: counts its `tree`, of which the nodes `path` were accepted."""
         candidates, widths = len(tree), tree.widths
         self.rounds += 1
         self.draft_passes += tree.passes
@@ -166,7 +166,7 @@ class SpeculationStats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per target pass; 1 in plain decoding."""
+        """Generated tokens per target pass; 1 in plain decoding."""
         return ratio(self.generated, self.target_passes)
 
     @property
@@ -186,12 +186,12 @@ class SpeculationStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Accepted share of the candidates at each position of a round, in trees at each depth."""
+        """Accepted share of the candidates at each position of chains, or depth of trees; index 0 is the first."""
         return [ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     @property
     def acceptance_by_rank(self) -> list[float]:
-        """In trees: how often the first, second, ... child was accepted, if its parent was and the child existed."""
+        """For trees: acceptance rate of the first, second, ... children of accepted nodes and of the root."""
         return [ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
 
     @property
@@ -226,14 +226,14 @@ class SpeculationStats:
 
     @classmethod
     def of_batch(cls, rows: list[SpeculationStats]) -> SpeculationStats:
-        """The sum of the statistics of a batch's sequences, which each have an equal share of the seconds."""
+        """The sum of the statistics of a batch's sequences (`rows`), each with an equal share of the call's seconds."""
         total = sum(rows[1:], rows[0])
         total.rows = rows
         return total
 
     @property
     def verdict(self) -> str:
-        """A few sentences: was speculation faster, and if not, why; and the gain by faster matrix multiplications."""
+        """Sentences: was speculation faster, and if not, why; and the gain by faster matrix multiplications."""
         return " ".join(filter(None, (outcome(self), suspicion(self))))
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
@@ -289,7 +289,7 @@ class SpeculationStats:
 
 
 def suspicion(stats: SpeculationStats) -> str:
-    """A warning if a published draft seems to be for another target; else an empty string."""
+    """A warning if `stats.suspect` is set and too few first candidates were accepted; else an empty string."""
     rounds = stats.rounds - stats.idle_rounds - stats.lookup_rounds
     accepted = sum(stats.accepted_at[:1])
     is_low = accepted < TOO_FEW * rounds if rounds >= OF_MANY else rounds >= OF_NONE and not accepted
@@ -338,7 +338,7 @@ def outcome(stats: SpeculationStats) -> str:
 
 
 def _reason(stats: SpeculationStats, gain: float) -> str:
-    """Why speculation is not faster. `gain`: its speed relative to plain generation with the same kind of passes."""
+    """Why speculation is not faster; "" if it is. `gain`: its speed relative to plain decoding with equal passes."""
     if 2 * stats.idle_rounds > stats.rounds:
         by_rule = not {"throughput", "draft"} & stats.remedies
         why = "rule='throughput' stopped" if by_rule else "Little was drafted"
@@ -350,7 +350,7 @@ def _reason(stats: SpeculationStats, gain: float) -> str:
 
 
 def _why_not(stats: SpeculationStats) -> str:
-    """The costs and tokens of a round, and a remedy for the largest cost."""
+    """Sentences with the average costs and tokens of a round, and a remedy for the largest cost."""
     unit = stats.rounds * ((stats.same_pass_seconds if stats.has_products else stats.plain_pass_seconds) or 1.0)
     seconds = stats.draft_seconds, stats.target_seconds, stats.overhead_seconds
     draft, verify, overhead = (each / unit for each in seconds)
@@ -374,7 +374,7 @@ def _why_not(stats: SpeculationStats) -> str:
 
 
 def _better_draft(stats: SpeculationStats) -> str:
-    """A sentence that the draft is not good enough, and remedies that the assistant does not use yet."""
+    """Sentences: the draft is not good enough, and which remedies the assistant does not use yet."""
     parts = [what for name, what in (("training", "it"), ("head", "a head")) if name in stats.remedies]
     train = f" Train {' and '.join(parts)}: specdecpp train." if parts else ""
     fewer = FEWER if "throughput" in stats.remedies else ""
@@ -385,7 +385,7 @@ def _better_draft(stats: SpeculationStats) -> str:
 
 
 def _shares(values: list[float]) -> str:
-    """Such as "80% 50%", with at most eight shares."""
+    """The first eight shares as text, such as "80% 50%"."""
     return " ".join(f"{share:.0%}" for share in values[:8]) + (" ..." if len(values) > 8 else "")
 
 

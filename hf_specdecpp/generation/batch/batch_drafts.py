@@ -19,7 +19,7 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
 class BatchDrafts(Drafts):
-    """Proposes candidates for the rows of a batch. `generators`: one for each row."""
+    """Proposes chains for the rows of a batch. `generators`: one for each row, in order."""
 
     def __init__(self, generators: Sequence[SpecDecPPCandidateGenerator]) -> None:
         first = generators[0]
@@ -54,7 +54,7 @@ class BatchDrafts(Drafts):
         return [*chains]
 
     def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
-        """In `rows`, replace the coroutines of rows that look up instead of drafting by their looked-up candidates."""
+        """In `rows`, the coroutines that draft, replace those of rows that look up by their looked-up candidates."""
         lookups = [each.lookup for each in generators if each.lookup is not None]
         for place, count in enumerate(counts_of(lookups) if lookups else []):
             if count:

@@ -1,8 +1,8 @@
-"""The target of a batch (`BatchTarget`): rows share forward passes, and advance independently because the rejected
-columns of each row are masked in the cache. `InStep` is the loop for processors that need all rows at once.
+"""The target of a batch (`BatchTarget`). Its rows share forward passes, but advance independently, because the rejected
+tokens of each row stay in the cache and are masked. `InStep` is the loop for processors that need all rows at once.
 
-A row that has ended leaves the batch, and its output is padded. Without EOS ids plain `generate()` continues it until
-all rows have ended; so does this code (`are_unfinished`).
+A row that has ended leaves the batch, and its output is padded. Without EOS ids plain `generate()` continues ended rows
+until all rows have ended, and so does this code (`are_unfinished`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_specdecpp.trees.tree import Chain
 
 
 class BatchTarget(TargetSide):
-    """The target of a batch. `model_kwargs`: further arguments of the forward, for all rows."""
+    """The target of a batch. `model_kwargs`: arguments of its forward method, prepared by `generate()` for all rows."""
 
     def __init__(
         self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -91,7 +91,7 @@ class BatchTarget(TargetSide):
             self.ended_rows[self.texts.index(text)] = keys_values()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
-        """Remove masked columns from the cache if they are many. Until a row has ended, also call `time_plain_pass`."""
+        """If many cache columns are masked, compact the cache. Until a row has ended, also call `time_plain_pass`."""
         self.context.close_up()
         if len(texts) == len(self.texts):
             rounds = [Round(text, Chain()) for text in texts]
@@ -113,7 +113,7 @@ class BatchTarget(TargetSide):
             each.width = is_token.shape[1]
 
     def _split(self, rounds: Sequence[Round], outputs: Any) -> None:
-        """Split a pass by row: set the `outputs` of each round and the `states` of its sequence."""
+        """Split the `outputs` of a pass by row: set those of each round, and the `states` of its sequence."""
         states = self.states.by_row(len(rounds))
         width = max(len(each.tree) for each in rounds) + 1
         cache = SimpleNamespace(layers=self.context.layers)
@@ -138,7 +138,7 @@ class BatchTarget(TargetSide):
             self.positions += kept_of_rows
 
     def _inputs(self, rounds: Sequence[Round], is_token: Tensor) -> dict[str, Any]:
-        """Arguments of a pass over each row's last token and candidates, then padding (`is_token` `[rows, n]`)."""
+        """Arguments of a pass over the last token and candidates of each row, padded where `is_token` is false."""
         count = is_token.shape[1]
         fed_rows = [[int(each.text.ids[0, -1]), *each.tree.candidates] for each in rounds]
         tokens = torch.tensor([row + row[-1:] * (count - len(row)) for row in fed_rows], device="cpu")
@@ -157,7 +157,7 @@ class BatchTarget(TargetSide):
         return inputs
 
     def _hidden_states(self, outputs: Any, place: int) -> Any:
-        """One row of the pass's hidden states; `None` if not requested. `LateRefusalError` if they are not 3-D."""
+        """Row `place` of the pass's hidden states; `None` if not requested. `LateRefusalError` if they are not 3-D."""
         if not self.config.output_hidden_states:
             return None
         if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
@@ -168,7 +168,7 @@ class BatchTarget(TargetSide):
         return tuple(layer[place : place + 1] for layer in outputs.hidden_states)
 
     def _attentions(self, outputs: Any, place: int, each: Round) -> Any:
-        """One row of the pass's attentions, with the key columns of plain generation; `None` if not requested."""
+        """Row `place` of the pass's attentions, with the key columns of plain generation; `None` if not requested."""
         if not self.config.output_attentions:
             return None
         attentions = [layer[place : place + 1] for layer in outputs.attentions]
@@ -189,10 +189,10 @@ class BatchTarget(TargetSide):
         return tuple(rows)
 
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        """For each row, whether further tokens follow.
+        """For each row of `texts`, whether further rounds generate tokens for it.
 
         Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
-        0 to 20 tokens, so row 0 leaves at length 20.
+        0 up to length 20, so row 0 is unfinished until then.
         """
         if self.pads:
             return [not text.finished for text in texts]
@@ -210,8 +210,8 @@ class BatchTarget(TargetSide):
         self.context.select(places)
 
     def complete(self, texts: Sequence[OutputText]) -> None:
-        """If the cache is the user's or returned, leave it as plain generation does, with all columns but the last.
-        Those up to the shortest row's end are copied from the rows; later ones, also padding, are read in one pass."""
+        """If the cache is the user's or returned, fill it as plain generation does, with all columns but the last one.
+        Columns up to the end of the shortest row are copied; later ones, with padding, are computed in one pass."""
         if not self.carries_cache:
             return
         sequences = self._sequences(texts)
@@ -240,13 +240,13 @@ class BatchTarget(TargetSide):
         return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.context.cache)
 
     def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
-        """Lengths of the output rows. Without EOS ids, rows continue until all have ended, and are cut there."""
+        """Lengths of the output rows without padding. Without EOS ids, rows are cut where the last row has ended."""
         if self.pads:
             return [text.length for text in texts]
         return [int(min(text.length, self._last)) for text in texts]
 
     def _sequences(self, texts: Sequence[OutputText]) -> Tensor:
-        """Prompts and emitted tokens `[batch, length]`, padded on the right after rows that ended early."""
+        """Prompts and emitted tokens `[batch, length]`; rows that ended early are padded on the right."""
         lengths = self._lengths(texts)
         pad = self.config._pad_token_tensor
         rows = [
@@ -257,13 +257,13 @@ class BatchTarget(TargetSide):
 
 
 def _is_token(rounds: Sequence[Round]) -> Tensor:
-    """`[rows, n]` bool: which columns of a pass are tokens of the row. The others are padding."""
+    """`[rows, n]` bool: for a pass over n columns, which are the row's last token or candidates; others are padding."""
     fed = torch.tensor([1 + len(each.tree) for each in rounds], device="cpu")
     return torch.arange(int(fed.max()), device="cpu") < fed[:, None]
 
 
 class _UnusableLayer(DynamicLayer):
-    """The only layer of a cache after a batch that did not restore it: using the cache again raises `ValueError`."""
+    """The only layer that is left in the cache of a batch, unless restored: reusing the cache raises `ValueError`."""
 
     def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(
@@ -280,8 +280,8 @@ class InStep(AssistedDecoding):
 
     A round ends for all rows when it ends for one unfinished row, so all unfinished rows have equal length.
 
-    Example: the target would accept two, three and one candidate in three rows. Each row gets two tokens: the third
-    row has no accepted candidate after its second token.
+    Example: the target would accept two, three and one candidate in three rows. Each row gets two tokens, because in
+    the third row the second token is not a candidate.
 
     Args:
         processors: the call's logits processors, called for all rows at once.
@@ -312,8 +312,8 @@ class InStep(AssistedDecoding):
         super()._finish_round(rounds)
 
     def _process(self, walks: list[Walk], going: list[Walk]) -> list[Tensor]:
-        """The processed scores `[vocab]` of the rows `going`. As in plain generation, processors get all rows: ended
-        rows are padded, and their scores, which are not used, are 0."""
+        """The next processed scores `[vocab]` of each unfinished row (`going`, a part of `walks`). As in plain
+        generation, processors get all rows of the call: ended rows are padded, and their scores are 0, and unused."""
         places, latest = [self.texts.index(walk.text) for walk in going], {walk.text: walk.ids for walk in walks}
         texts = [latest.get(text, text.ids) for text in self.texts]
         length, pad = going[0].ids.shape[1], self.side.config._pad_token_tensor

@@ -41,7 +41,7 @@ from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, check_target
 
 @dataclass
 class Attached:
-    """The assistants of a target."""
+    """The assistants that are attached to one target."""
 
     assistants: WeakSet[nn.Module] = field(default_factory=WeakSet)
     # Drafts for calls that name no assistant. Kept alive by the target: an assistant references parts of its target,
@@ -66,7 +66,7 @@ BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.
 
 
 def answer_calls(assistant: Assistant) -> None:
-    """Called once for a new assistant: `generate(assistant_model=assistant)` then attaches it when necessary."""
+    """Called once for a new assistant, so that `generate(assistant_model=assistant)` can attach it when necessary."""
     with _lock:
         _assistants.add(assistant)
         finalize(assistant, _restore_methods).atexit = False
@@ -74,7 +74,7 @@ def answer_calls(assistant: Assistant) -> None:
 
 
 def attach(assistant: nn.Module, target: CausalLM) -> None:
-    """Let calls of `target` use the assistant; `ValueError` if the target does not support speculation."""
+    """Let `generate()` of `target` use the assistant; `ValueError` if the target does not support speculation."""
     check_reading(target)
     with _lock:
         if (found := _attached.get(target)) is None:
@@ -85,7 +85,7 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
 
 
 def check_reading(target: CausalLM) -> None:
-    """Raise `ValueError` if passes over several tokens would differ from passes over one token each."""
+    """Raise `ValueError` if passes of `target` over several tokens are not supported, or cannot be rolled back."""
     check_target(target, recurrent=True)
     config = target.config.get_text_config(decoder=True)
     if (reason := unknown_window(target, config) or why_no_rollback(target)) is not None:
@@ -93,7 +93,7 @@ def check_reading(target: CausalLM) -> None:
 
 
 def detach(assistant: nn.Module, target: CausalLM) -> None:
-    """Undo `attach`. Original methods are restored when the last assistant that needs the replacements is gone."""
+    """Undo `attach`. Restores the original methods if no other assistant needs their replacements."""
     with _lock:
         if is_attached(assistant, target):
             set_default(assistant, target, False)
@@ -106,7 +106,7 @@ def is_attached(assistant: Any, target: CausalLM) -> bool:
 
 
 def is_default(assistant: Any, target: CausalLM) -> bool:
-    """Whether this is the target's default assistant."""
+    """Whether `assistant` is the default of `target`, for calls that name no assistant."""
     return assistant is not None and _attached.get(target, NOTHING).default is assistant
 
 
@@ -129,7 +129,7 @@ def assistants_of(target: CausalLM) -> list[Any]:
 
 @contextmanager
 def paused(assistant: nn.Module) -> Iterator[None]:
-    """A context in which this assistant is no default, in all threads; calls may still name it."""
+    """A context in which calls of all threads use this assistant only if they name it, not as the default."""
     with _lock:
         _paused[assistant] = _paused.get(assistant, 0) + 1
     try:
@@ -150,7 +150,7 @@ def as_default(assistant: nn.Module | None, target: CausalLM) -> Iterator[None]:
 
 
 def default_of(target: CausalLM) -> Any:
-    """The assistant of this thread's calls of `target` that name none; `None` if there is no default."""
+    """The assistant for calls of `target` in this thread or task that name none; `None` without a default."""
     here, default = _default_here.get(), _attached.get(target, NOTHING).default
     if here is not None and here[0] is target:
         return here[1]
@@ -188,7 +188,7 @@ def _put_on(kind: type[Any]) -> None:
 
 
 def _restore_methods() -> None:
-    """Restore the original methods of classes whose replacements no assistant needs any more."""
+    """Restore the original methods of all classes whose replacements no assistant needs any more."""
     with _lock:
         used: list[type[Any]] = [type(target) for target, found in _attached.items() if list(found.assistants)]
         if list(_assistants):
@@ -237,6 +237,7 @@ def _sample(
     target: CausalLM, original: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any,
     generation_config: GenerationConfig, **kwargs: Any,
 ) -> Any:  # fmt: skip
+    """Decode a call that names no assistant: with the target's default if it supports the call, else plainly."""
     given = input_ids, logits_processor, stopping_criteria, generation_config
     default = default_of(target)
     # As the draft of another model the target must return its confidence in each token, so it runs plainly.
@@ -260,6 +261,7 @@ def _assisted_decoding(
     generation_config: GenerationConfig, inputs_tensor: Tensor | None = None, assistant_model: Any = None,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
+    """Decode a call that names an assistant of this package, or one that uses transformers' own speculation."""
     given = input_ids, logits_processor, stopping_criteria, generation_config
     if not _is_assistant(assistant_model):
         default = None if assistant_model is not None or generation_config.is_assistant else default_of(target)

@@ -45,8 +45,8 @@ class Assistant(Protocol):
 def decoding_of(
     call: Call, assistant: Assistant, input_ids: Tensor, decoding: type[AssistedDecoding] = AssistedDecoding
 ) -> Callable[[Tensor], Any]:
-    """Prepare a call with an assistant. Returns a function of the same `input_ids` `[batch, length]` that runs it and
-    gives `generate()`'s output. `ValueError` if the call is not supported, before its first pass or random number."""
+    """Prepare a call with an assistant. Returns a function of `input_ids` `[batch, length]`, which runs it and returns
+    the output of `generate()`. `ValueError` if the call is not supported, before any forward pass or random number."""
     target, count = call.target, input_ids.shape[0]
     refusals.check_inputs(input_ids, call.model_kwargs)
     refusals.check_processors(call.processors)
@@ -65,7 +65,7 @@ def decoding_of(
 
 
 def _growing(call: Call, input_ids: Tensor) -> Call:
-    """Replace a static cache by a growing one; `ValueError` if that is impossible. Other calls are unchanged."""
+    """`call` with a growing cache instead of a static one, if it has that; `ValueError` if that is impossible."""
     if not isinstance(cache := cache_among(call.model_kwargs), StaticCache):
         return call
     mask, config = call.model_kwargs.get("attention_mask"), copy.copy(call.config)
@@ -78,7 +78,7 @@ def _growing(call: Call, input_ids: Tensor) -> Call:
 
 
 def _text_decoding(call: Call, assistant: Assistant, length: int, decoding: type[AssistedDecoding]) -> AssistedDecoding:
-    """The decoding of a single sequence with a prompt of `length` tokens."""
+    """The decoding loop, a `decoding`, of a single sequence with a prompt of `length` tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     foreign = refusals.check_foreign(target, cache_among(model_kwargs), 1)
     processors = call.processors
@@ -103,13 +103,13 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, decoding: type
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:
-    """Copies of the layers of an empty cache; `None` if the cache has tokens."""
+    """Copies of the layers of a cache that has no tokens yet; `None` if it has some."""
     is_used = num_rows(cache) or any(isinstance(each, CacheLayerMixin) and each.is_initialized for each in cache.layers)
     return None if is_used else copy.deepcopy(cache.layers)
 
 
 def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None, input_ids: Tensor) -> Any:
-    """Generate. On `LateRefusalError` a cache that was empty is emptied again, for a plain call."""
+    """Run the call by `decode`. After `LateRefusalError`, empty the cache by its `unused` layers, for a plain call."""
     try:
         return decode(input_ids)
     except LateRefusalError:
@@ -119,7 +119,7 @@ def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None
 
 
 def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: DynamicCache, input_ids: Tensor) -> Any:
-    """Generate, and copy the growing cache to the user's static one, also on errors other than `LateRefusalError`."""
+    """Generate, and copy the growing cache to the user's static one, also after errors except `LateRefusalError`."""
     try:
         found = run(input_ids)
     except LateRefusalError:  # a plain call with the static cache may follow
@@ -133,7 +133,7 @@ def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: Dyna
 
 
 def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[Tensor], Any]:
-    """A function of `input_ids` that decodes a batch of `count` sequences and records its statistics."""
+    """A function that decodes `input_ids` `[count, length]`, and records the statistics of the batch."""
     mask = call.model_kwargs.get("attention_mask")
     generators: list[SpecDecPPCandidateGenerator] = []
     for row, own in enumerate([None] * count if mask is None else mask.split(1)):
