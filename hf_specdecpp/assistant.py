@@ -1,4 +1,4 @@
-"""`SpecDecPPAssistant`, the class for users: how assistants are made and saved."""
+"""`SpecDecPPAssistant`, the class for users: constructors of assistants, saving and uploading."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """Options of all constructors except `from_pretrained`.
+    """Options of all constructors of `SpecDecPPAssistant` except `from_pretrained`.
 
     Attributes:
-        head: acceptance head trained for this draft.
-        speculation: settings of generations.
+        head: an acceptance head that was trained for this draft.
+        speculation: settings for drafting, such as the stopping rule.
         default: make this the target's default assistant, also used by calls that name none (`attach`).
-        adapter: folder or Hub id of a PEFT adapter for the draft.
+        adapter: folder or Hub id of a PEFT (LoRA) adapter for the draft.
         draft_vocab: `[n]` token ids that the draft may propose; by default all.
         merge: merge the adapter into copies of the weights that it changes (default). `False` saves the memory of these
             layers, but each draft step computes the adapter and takes about twice as long. For a draft given by name
@@ -67,9 +67,9 @@ class LoadingOptions(DownloadOptions, total=False):
     cache are also those of the draft's repository, and the following.
 
     Attributes:
-        dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
-        draft: a copy of the draft named in the repository, if that cannot be downloaded: a folder, or a model object,
-            whose dtype and device stay.
+        dtype, device: of a draft that is a separate model; by default the target's, without a target its own and CPU.
+        draft: a copy of the draft model that the repository names, if that cannot be downloaded: a folder, or a model
+            object, whose dtype and device are kept.
         merge: for early exits, as in `Options`.
         eagle3: corrections for a published EAGLE-3 draft whose config is incomplete or wrong: `norm_before_residual`,
             `norm_output`, `rope_theta`, `own_embeddings=False` to use the target's, or `reads`, the indices of the
@@ -84,7 +84,7 @@ class LoadingOptions(DownloadOptions, total=False):
 
 
 class SpecDecPPAssistant(AssistantModel):
-    """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`. The output is the target's.
+    """Makes a target model faster: `model.generate(**inputs, assistant_model=assistant)`, with the same output.
 
     The first such call attaches the assistant to the model (`attach`). `assist` makes an assistant and attaches it at
     once, so that the first call need not wait. `from_pretrained` loads an assistant; the other constructors make one
@@ -104,7 +104,7 @@ class SpecDecPPAssistant(AssistantModel):
             repo_or_folder: Hub id (`org/repo` or `org/repo/folder`) or local folder, as written by `save_pretrained` or
                 `specdecpp train`; or a published EAGLE-3, DFlash or DSpark draft, in the original format or that of
                 `speculators`, or a Gemma 4 assistant.
-            target: attach to this model; by default attached by `attach` or by the first call.
+            target: the model to attach to; by default `attach` or the first call attaches the assistant.
             speculation: settings that replace those of the repository.
             default: make this the target's default assistant, also used by calls that name none (`attach`).
             loading: how files are found and read (`LoadingOptions`).
@@ -135,12 +135,12 @@ class SpecDecPPAssistant(AssistantModel):
     def from_draft(
         cls, draft: CausalLM | str | Path, target: CausalLM | None = None, **options: Unpack[DraftOptions]
     ) -> Self:
-        """Draft with a separate model; `ValueError` if draft, head or vocabulary do not fit.
+        """Make an assistant from a separate draft model. `ValueError` if draft, head or vocabulary do not fit.
 
         Args:
             draft: a causal LM (also a PEFT model) or a published EAGLE-3, DFlash, DSpark or Gemma 4 draft (such as made
                 by `Eagle3.read`): the object, its Hub id or its folder.
-            target: attach to this model; a draft given by name is loaded in the target's dtype and on its device.
+            target: the model to attach to. A draft given by name is loaded in its dtype and on its device.
             options: `DraftOptions`; `revision` and `subfolder` only for a draft given by name.
         """
         parts = _parts(options, DraftOptions)
@@ -166,12 +166,12 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[Options]) -> Self:
-        """Draft with some of the target's own layers, and attach to the target. Weights are shared and never changed.
-        `ValueError` if the layers do not exist, or adapter, head or vocabulary do not fit.
+        """Make an assistant that drafts with some of the target's own layers, and attach it to the target. Weights are
+        shared and never changed. `ValueError` if a layer does not exist, or adapter, head or vocabulary do not fit.
 
         Args:
             target: the model to draft for, already on its device.
-            layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
+            layers: the number of first layers, such as 4, or ascending indices, such as [0, 1, 2, 29].
         """
         return cls._of_layers(EARLY_EXIT, target, layers, _parts(options), options)
 
@@ -180,15 +180,15 @@ class SpecDecPPAssistant(AssistantModel):
         cls, target: CausalLM, layers: int | Sequence[int], reads: Sequence[int] = (), fusion: Fusion | None = None,
         **options: Unpack[Options],
     ) -> Self:  # fmt: skip
-        """Draft with some of the target's own layers, which also read its hidden states, and attach to the target.
-        `ValueError` if the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
+        """Make an assistant that drafts with some of the target's own layers, whose inputs include the target's hidden
+        states, and attach it to the target. `ValueError` if a layer does not exist, or a part does not fit.
 
         One layer is enough, but needs training (`specdecpp train --draft conditioned`).
 
         Args:
             target, layers: as in `from_early_exit`.
             reads: indices of the target's layers whose outputs are read in addition to its final hidden state.
-            fusion: a trained module, which has `reads` itself; by default an untrained one is made.
+            fusion: a trained module that combines these inputs and has its own `reads`; by default an untrained one.
         """
         given = {"reads": reads, "fusion": fusion}
         check_values(given, {"reads": Sequence[int], "fusion": Fusion | None}, error=TypeError)
@@ -208,8 +208,8 @@ class SpecDecPPAssistant(AssistantModel):
     def of_parts(
         cls, config: SpecDecPPConfig, drafter: Draft | None, parts: Parts, target: CausalLM | None, options: Options
     ) -> Self:
-        """Make an assistant from its parts, and attach it to `target`, if given. Without `drafter` the kind of draft
-        makes one from the target. `ValueError` if the parts do not fit, `TypeError` for an unknown option."""
+        """Make an assistant from its parts, and attach it to `target`, if given. Without `drafter`, attaching makes the
+        draft from the target. `ValueError` if the parts do not fit, `TypeError` for an unknown option."""
         check_options(options, Options, "target")
         assistant = cls(config, drafter, options.get("head"), parts, options.get("speculation"))
         return assistant._begun(target, options.get("default", False))
@@ -228,7 +228,7 @@ class SpecDecPPAssistant(AssistantModel):
     # Storing one -----------------------------------------------------------------------------------------------------
 
     def contents(self, calibration: bool = False) -> publishing.Contents:
-        """The repository's contents; argument as in `save_pretrained`. `ValueError` for an unsaved PEFT adapter."""
+        """What `save_pretrained` writes, with the same argument. `ValueError` for an unsaved PEFT adapter."""
         config, drafter = self.config, self.drafter
         if drafter is not None and self.parts.adapter is None and hasattr(drafter.model, "peft_config"):
             raise ValueError(
@@ -261,14 +261,14 @@ class SpecDecPPAssistant(AssistantModel):
         private: bool | None = None, token: bool | str | None = None, revision: str | None = None,
         create_pr: bool = False,
     ) -> CommitInfo:  # fmt: skip
-        """Upload the files of `save_pretrained`; further arguments are those of transformers' `push_to_hub`.
+        """Upload what `save_pretrained` writes. Further arguments are those of transformers' `push_to_hub`.
 
         Args:
             card: text of the model card; by default the repository's card is kept, or a new one is made.
 
         Raises:
             ValueError: the draft is a local folder, so others could not load it.
-            huggingface_hub errors: not changed.
+            huggingface_hub errors: the upload failed.
         """
         return publishing.push(
             self.contents(calibration), repo_id, card, private, token, revision=revision, create_pr=create_pr,
@@ -277,13 +277,13 @@ class SpecDecPPAssistant(AssistantModel):
 
 
 def _config_of(draft: CausalLM, kind: DraftKind, **fields: Any) -> SpecDecPPConfig:
-    """The config, with these fields, of an assistant that uses the model `draft`."""
+    """The config of an assistant that drafts with the model `draft`, of this `kind`; `fields`: its other fields."""
     name, commit = draft.config.name_or_path or None, commit_of(draft)
     return SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit, **fields)
 
 
 def _parts(options: Any, kind: Any = Options) -> Parts:
-    """The parts among `options`, which are checked to be of `kind`."""
+    """Adapter and draft vocabulary among `options`, whose names and types are checked by the class `kind`."""
     check_options(options, kind, "target")
     adapter, vocab = options.get("adapter"), options.get("draft_vocab")
     place = {**options, "revision": None, "subfolder": None}  # which are the draft's

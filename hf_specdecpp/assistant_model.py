@@ -1,4 +1,4 @@
-"""Methods of an assistant for generation, and methods that transformers calls on a model (`AssistantModel`)."""
+"""The base class of assistants (`AssistantModel`): attaching, generating, and what transformers calls on a model."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ CHECKED = {"speculation": SpeculationConfig, "decisions": Decisions, "head": Acc
 
 
 class AssistantModel(PreTrainedModel):
-    """An assistant made from given parts. `SpecDecPPAssistant` adds constructors and saving.
+    """An assistant made from given parts. Its subclass `SpecDecPPAssistant` adds constructors and saving.
 
     Attributes:
         speculation: the settings, which may be changed between calls.
-        decisions: further decisions of the package, for experiments (`config.speculation.Decisions`).
+        decisions: further choices, to change in experiments only (`config.speculation.Decisions`).
         head: the acceptance head, by default the confidence head of a published draft; `None` takes q as the estimate.
         memory: acceptance and costs learned for each target, and earlier answers if lookups search them
             (`memory.answers`); `memory.clear()` deletes both.
         drafter: the draft; `None` before `attach` if the draft is made from the target.
-        kind: the kind of draft.
+        kind: how the draft is made and stored, such as a separate model or an early exit (`DraftKind`).
     """
 
     config: SpecDecPPConfig
@@ -117,16 +117,16 @@ class AssistantModel(PreTrainedModel):
     # Using one -------------------------------------------------------------------------------------------------------
 
     def attach(self, target: CausalLM, default: bool = False) -> None:
-        """Check that target and draft fit, and prepare both for generation. The first
+        """Check that target and draft fit, and let `target.generate()` use this assistant. The first
         `target.generate(assistant_model=self)` does this if necessary. An assistant may have several targets.
 
-        Nothing else about the target changes, and `detach` restores it exactly.
+        Some methods of the target's class are replaced, nothing else is changed, and `detach` restores them.
 
         Args:
             target: the model to draft for.
             default: whether calls of `target.generate()` that name no assistant use this one. Calls that it does not
                 support fall back to plain `generate()` with a warning (`stats.refusal`). The target keeps its default
-                assistant alive. Attaching again changes this; a target has one default, the latest.
+                assistant alive, and has only one, the latest. Attaching again can change this.
 
         Raises:
             TypeError: the target is no model.
@@ -149,14 +149,14 @@ class AssistantModel(PreTrainedModel):
             self.setup().products(target)  # starts making copies of weights
 
     def answer(self, target: CausalLM) -> None:
-        """Called by a `generate()` that names this assistant: attach it, unless attached. Errors as in `attach`."""
+        """Called by a `generate()` that names this assistant: attaches it, unless attached. Errors as in `attach`."""
         with self._attaching:
             if not attached.is_attached(self, target):
                 self.attach(target)
                 self._met_in_calls.add(target)
 
     def detach(self, target: CausalLM | None = None) -> None:
-        """Undo `attach` for `target`, by default for all targets: class, attributes and logits are as before."""
+        """Undo `attach` for `target`, by default for all targets. Class, attributes and logits are then as before."""
         targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         for model in targets:
             if attached.is_attached(self, model):
@@ -203,7 +203,7 @@ class AssistantModel(PreTrainedModel):
         return warm_up(self.setup(), targets[0], max_length, options)
 
     def __repr__(self) -> str:
-        """Example: "SpecDecPPAssistant(lookups in earlier text, rule='throughput', default of org/model)"."""
+        """Such as "SpecDecPPAssistant(lookups in earlier text, rule='throughput', default of org/model)"."""
         in_memory = self.kind.rests_on == "draft" and self.config.draft_id is None
         draft = type(self.ready_drafter().model).__name__ if in_memory else describe(self.config)
         head = ", with a head" if self.head is not None else ""
@@ -217,7 +217,7 @@ class AssistantModel(PreTrainedModel):
         return f"{type(self).__name__}({draft}{head}, rule={self.speculation.rule!r}{tree}, {where})"
 
     def _draft_with(self, target: CausalLM) -> None:
-        """Make the draft of the target's layers, unless attached to this target."""
+        """Make the draft from parts of `target`, unless attached to it. `ValueError` if attached to another target."""
         if attached.is_attached(self, target):
             return
         if attached.targets_of(self):
@@ -243,7 +243,7 @@ class AssistantModel(PreTrainedModel):
             check_head(self.head.to(self.drafter.device), self.drafter, draft_name(self.config))
 
     def _check_published(self, target: CausalLM) -> None:
-        """Measure and log how often a published draft's candidates equal the target's choices."""
+        """If the draft is a published one, measure and log how often its candidates equal the target's choices."""
         if self.config.draft_id is None or not isinstance(self.kind, PublishedKind):
             return
         name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target))
@@ -255,7 +255,7 @@ class AssistantModel(PreTrainedModel):
     # Called during generations ---------------------------------------------------------------------------------------
 
     def ready_drafter(self) -> Any:
-        """The drafter; `ValueError` if it is made from the target and the assistant is not attached yet."""
+        """The draft (`Draft`); `ValueError` if it is made from the target and the assistant is not attached yet."""
         if self.drafter is None:
             raise ValueError(
                 f"This assistant drafts with {draft_name(self.config)}, so it must be attached to it: "
@@ -264,8 +264,8 @@ class AssistantModel(PreTrainedModel):
         return self.drafter
 
     def _renew_draft(self) -> None:
-        """Make a draft of the target's layers again if the target has another device or dtype, or if parameter objects
-        were replaced, as by `load_state_dict(assign=True)`: otherwise the draft would use the old ones."""
+        """Make a draft from parts of the target again if the target has another device or dtype, or if its parameters
+        are other objects, as after `load_state_dict(assign=True)`: the draft would use the old ones."""
         for target in attached.targets_of(self) if self.kind.rests_on == "target" else ():
             now, place = causal_lm.parameter_ids(target), (target.dtype, causal_lm.input_device(target))
             if place != self._made_for or not self._made_of.items() <= now.items():
@@ -276,8 +276,8 @@ class AssistantModel(PreTrainedModel):
                         raise
 
     def setup(self) -> DraftSetup:
-        """The parts for one generation; `ValueError` if a target is needed but not attached (`ready_drafter`), or if no
-        draft can be made from a changed target."""
+        """The parts that one generation uses. `ValueError` if the draft needs an attached target (`ready_drafter`), or
+        cannot be made from a target that was changed."""
         self._renew_draft()
         drafter = self.ready_drafter()
         drafter.renew()
@@ -311,11 +311,11 @@ class AssistantModel(PreTrainedModel):
         rows: int = 1,
         first: SpecDecPPCandidateGenerator | None = None,
     ) -> SpecDecPPCandidateGenerator:
-        """Make the generator of one sequence of a `generate()` call; `ValueError` if the call is not supported.
+        """Make the candidate generator of one sequence of a `generate()` call; `ValueError` if that is not supported.
 
         Args:
             rows: number of sequences in the call; this method is called once for each.
-            first: generator of the call's first sequence, whose setup and matrix multiplications the others share.
+            first: the generator of the call's first sequence, whose setup and matrix multiplications are used, too.
         """
         setup = replace(self.setup(), rows=rows) if first is None else first.setup
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)

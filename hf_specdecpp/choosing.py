@@ -1,4 +1,4 @@
-"""`assist(model, draft)`: makes an assistant for any kind of draft, and attaches it."""
+"""`assist(model, draft)`: makes an assistant for any kind of draft, and attaches it to the model."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
 
 
 def for_command(model: CausalLM, choice: DraftChoice, default: bool = False, tree: bool = False) -> SpecDecPPAssistant:
-    """The attached assistant for the options of a command. `tree`: draft trees. Errors as in `assist`."""
+    """Make and attach the assistant that a command's options choose. `tree`: draft trees. Errors as in `assist`."""
     named: Any = choice.assistant or (MTP.name if choice.mtp else LOOKUP.name if choice.lookup else AUTO)
     if named == AUTO and choice.layers is not None:
         named = SpecDecPPAssistant.from_early_exit(model, choice.layers)
@@ -115,6 +115,7 @@ def for_command(model: CausalLM, choice: DraftChoice, default: bool = False, tre
 
 
 def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssistant:
+    """The assistant for the `draft` of `assist`; `TypeError` if it does not have one of the `options`."""
     if isinstance(draft, SpecDecPPAssistant):
         if options:
             raise TypeError(f"{', '.join(options)}: this assistant exists already, only its settings can be changed.")
@@ -156,7 +157,7 @@ def _check_name(draft: str) -> None:
 
 
 def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
-    """For `"auto"`: with the model's own multi-token layers if they are on this machine, else with lookups."""
+    """The assistant for `"auto"`: `_own_layers` if these layers are on this machine, else `_lookups`."""
     try:
         return _own_layers(model, local_files_only=True, **options)
     except (ValueError, OSError):
@@ -167,7 +168,7 @@ def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
 
 
 def _own_layers(model: CausalLM, source: str | Path | None = None, **options: Any) -> SpecDecPPAssistant:
-    """For `"mtp"`: with the multi-token layers in the repository `source`, by default in the model's own checkpoint."""
+    """The assistant for `"mtp"`: with multi-token layers from the repository `source`, by default the model's own."""
     check_target(model, recurrent=True)
     downloads = {name: options.pop(name) for name in OF_DOWNLOADS & options.keys()}
     config, layers = multi_token_layers(model, source, downloads)
@@ -175,7 +176,7 @@ def _own_layers(model: CausalLM, source: str | Path | None = None, **options: An
 
 
 def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **options: Any) -> SpecDecPPAssistant:
-    """For `"lookup"`: with candidates from earlier text (`docs/lookup.md`)."""
+    """The assistant for `"lookup"`, whose candidates are found in earlier text (`docs/lookup.md`)."""
     config, settings = SpecDecPPConfig(draft_kind=LOOKUP.name), speculation or SpeculationConfig()
     options["speculation"] = replace(settings, lookup=settings.lookup or True)
     drafter = LOOKUP.make(config, Parts(), Loading())
@@ -183,6 +184,6 @@ def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **op
 
 
 def _is_plain_model(source: Repository) -> bool:
-    """Whether a repository's `config.json` is that of an ordinary causal LM; errors as in `from_pretrained`."""
+    """Whether a repository is that of an ordinary causal LM, by its `config.json`. Errors as in `from_pretrained`."""
     raw = read_fields(source.file("config.json"))
     return recognise(raw) is None and raw.get("model_type") not in (None, SpecDecPPConfig.model_type)

@@ -1,4 +1,4 @@
-"""Ratios with bootstrap intervals, and the style of pictures, for reports."""
+"""For reports: ratios with bootstrap intervals, and the colours, markers and files of pictures."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
 
 
 def median_of_ratios(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Median and the ends of its 95 % bootstrap interval. `ratios`: for each prompt, the speed of a contestant relative
-    to plain generation on the same prompt. A median is robust to disturbed runs."""
+    """The median of `ratios`, and both ends of its 95 % bootstrap interval. `ratios`: for each prompt, the speed of a
+    contestant relative to plain generation on that prompt. A median is robust to disturbed runs."""
     values = np.asarray(ratios, dtype=float)
     return _interval(values[:, None], lambda rows: np.median(rows[..., 0], axis=-1), seed)
 
 
 def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
-    """Ratio of two sums, such as tokens and seconds of all answers, and the ends of its 95 % bootstrap interval."""
+    """The ratio of two sums, such as tokens by seconds of all answers, and both ends of its 95 % bootstrap interval."""
     values = np.stack((np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)), axis=-1)
     return _interval(values, lambda rows: rows[..., 0].sum(-1) / rows[..., 1].sum(-1))
 
 
 def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int = 0) -> tuple[float, float, float]:
-    """`statistic(values)` of `values` `[n, fields]`, and its 2.5 % and 97.5 % quantiles on resamples, of which it gets
-    many at once, `[RESAMPLES, n, fields]`."""
+    """`statistic(values)` for `values` `[n, fields]`, and its 2.5 % and 97.5 % quantiles over random resamples of the n
+    rows. It is called once for all resamples, `[RESAMPLES, n, fields]`."""
     generator = np.random.default_rng(seed)
     drawn = generator.integers(len(values), size=(RESAMPLES, len(values)))
     tail = (1.0 - COVERED) / 2.0
@@ -46,7 +46,7 @@ def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int = 0)
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of this size in inches, with one pair of axes. Needs matplotlib."""
+    """A figure of `width` x `height` inches, and its only axes. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -54,7 +54,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG or SVG, depending on the suffix of `path`, completely or not at all."""
+    """Write a figure as PNG or SVG, by the suffix of `path`. An earlier file is only replaced by a complete one."""
     from matplotlib import rc_context
 
     temporary, undated = path.with_name(path.name + ".tmp"), {"Date": None} if path.suffix == ".svg" else None

@@ -1,4 +1,4 @@
-"""Finds, reads and writes files: checked safetensors and JSON files, written completely or not at all."""
+"""Finds files on the Hub or on disk, reads and checks safetensors and JSON files, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DownloadOptions(TypedDict, total=False):
     """Where and how a repository is read (`Repository.of`).
 
     Attributes:
-        revision: branch, tag or commit. A saved assistant names the commit of its draft.
+        revision: branch, tag or commit. (A saved assistant stores the commit of its draft.)
         subfolder: folder within the repository.
         token, cache_dir, local_files_only, force_download: passed to every download.
     """
@@ -54,7 +54,7 @@ class Repository:
 
     @classmethod
     def of(cls, name: str | Path, options: Mapping[str, Any]) -> Repository:
-        """The repository `name`, read with the `DownloadOptions` among `options`."""
+        """The repository or folder `name`, to be read with the `DownloadOptions` among `options`."""
         hub_kwargs = {each: options[each] for each in HUB_KWARGS if options.get(each) is not None}
         return cls(str(name), options.get("revision"), options.get("subfolder"), hub_kwargs)
 
@@ -99,13 +99,13 @@ class Repository:
         return folder
 
     def commit(self, path: Path) -> str | None:
-        """The commit hash of a downloaded file; `None` for a local folder."""
+        """The commit hash of a file that `file` has returned; `None` for a local folder."""
         return None if self.is_local else extract_commit_hash(str(path), None)
 
 
 @contextmanager
 def found(name: str) -> Iterator[None]:
-    """Context for downloads, in which errors about an invalid or unreachable id add that no folder has the name."""
+    """Context for a download from `name`: errors about an invalid or unreachable id add that no such folder exists."""
     try:
         yield
     except HFValidationError as error:
@@ -138,7 +138,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_fields(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
-    """Parse a JSON file with an object. `ValueError` if it has another type; other errors as in `read_json`."""
+    """Parse a JSON file that contains an object. `ValueError` for another type; other errors as in `read_json`."""
     found = read_json(path, most_bytes)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__} instead of named fields. Download it again.")
@@ -157,7 +157,7 @@ def read_json(path: Path, most_bytes: int | None = None) -> Any:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise `ValueError` if the file is a git-LFS pointer."""
+    """Raise `ValueError` if the file is only a git-LFS pointer to its contents."""
     with path.open("rb") as file:
         if file.read(24).startswith(b"version https://git-lfs"):
             raise ValueError(f"{path} is a git-LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
@@ -181,7 +181,7 @@ class Weights(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, source: Repository) -> Weights:
-        """The weights of a repository, empty without safetensors. Downloads `model.safetensors` or the index only."""
+        """The weights of a repository; empty without safetensors. Downloads only `model.safetensors` or the index."""
         for name in (CHECKPOINT, INDEX):
             try:
                 path = source.file(name)
@@ -234,7 +234,7 @@ def _outline(path: Path) -> dict[str, Tensor]:
 
 
 def _listed(index: Path) -> dict[str, str]:
-    """The file name of each tensor in an index. `ValueError` for paths: indices are untrusted."""
+    """The file name of each tensor in the JSON file `index`. `ValueError` for paths, because it is untrusted."""
     raw = read_json(index)
     listed = raw.get("weight_map") if isinstance(raw, dict) else None
     names: list[Any] = list(listed.values()) if isinstance(listed, dict) else [None]
@@ -245,7 +245,7 @@ def _listed(index: Path) -> dict[str, str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Context with an open safetensors file, in which errors of safetensors become `ValueError`."""
+    """Context that yields an open safetensors file. Errors of safetensors become `ValueError`."""
     refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -258,7 +258,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:
-    """Raise `ValueError` if tensors contain NaN or infinity, or are quantised; the message names tensors and `path`."""
+    """Raise `ValueError` if tensors contain NaN, infinity or 8-bit floats. The message names them and `path`."""
     small = [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() == 1]
     if small:
         raise ValueError(
@@ -274,7 +274,7 @@ def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:
 
 
 def load_strict(path: Path, expected: Mapping[str, Sequence[int]], hint: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. `ValueError` with `hint` unless names and shapes are those `expected`."""
+    """The tensors of a safetensors file. `ValueError`, ending with `hint`, if names or shapes are not as `expected`."""
     with _opened(path) as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
     missing, surplus = sorted(set(expected) - set(shapes)), sorted(set(shapes) - set(expected))
@@ -289,7 +289,7 @@ def load_strict(path: Path, expected: Mapping[str, Sequence[int]], hint: str) ->
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Changed settings, such as "rank was 8 and is now 4"."""
+    """A text for each setting with different values, such as "rank was 8 and is now 4"."""
     return [
         f"{name} was {earlier.get(name)!r} and is now {now.get(name)!r}"
         for name in {**earlier, **now}
@@ -316,7 +316,7 @@ UNFINISHED = "*.*.[0-9]*.tmp"  # temporary files of `replacing`, which remain if
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Context that yields a temporary path, and afterwards moves the file to `path`. `OSError` if writing fails."""
+    """Context that yields a temporary path to write to, and then moves that file to `path`. `OSError` if this fails."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""Origin of results: a model's commit on the Hub, the commit of this code, the command, the device."""
+"""The origin of results: a model's commit on the Hub, the commit of this code, the command, the device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 def commit_of(model: CausalLM) -> str | None:
-    """The commit of a model's files, from transformers or of the default branch in the local cache, or `None`."""
+    """The commit hash of a model's files, by transformers or the default branch in the local Hub cache, or `None`."""
     return getattr(model.config, "_commit_hash", None) or _cached_commit(model.config.name_or_path, None)
 
 
 def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | None) -> None:
-    """Warn if `target` was loaded from another commit than `revision`, for which the assistant was trained."""
+    """Warn if `target` is the model `trained_for`, but loaded from another commit than the assistant's `revision`."""
     name, noted = target.config.name_or_path, getattr(target.config, "_commit_hash", None)
     if revision is None or name != trained_for:
         return
@@ -43,13 +43,13 @@ def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | Non
 
 
 def public_name(name: str) -> str:
-    """A name without folders of this machine: `"/home/me/models/target"` becomes `"target"`."""
+    """A model's name without folders of this machine: `"/home/me/models/target"` becomes `"target"`."""
     is_path = os.path.isabs(name) or os.path.exists(name)  # noqa: PTH110, PTH117 - Path.exists fails at very long names
     return Path(name).resolve().name if is_path else name
 
 
 def command(folders: bool = True) -> str:
-    """The command line of this process; with `folders=False` without the folders of this machine."""
+    """The command line of this process, as `specdecpp ...`; with `folders=False` each path becomes its last part."""
     words = sys.argv[1:]
     if not folders:
         options = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
@@ -58,7 +58,7 @@ def command(folders: bool = True) -> str:
 
 
 def source_commit() -> str | None:
-    """The commit of this package's code; `None` if the package is not in its repository, or git is missing."""
+    """The commit hash of this package's code; `None` if that is not in a git checkout, or git is missing."""
     git = shutil.which("git")
     if git is None:
         return None
@@ -83,7 +83,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _processor() -> list[str]:
-    """Name and family of the processor (Linux): cloud providers use one name for different processors."""
+    """The processor's name and, on Linux, family, such as "family 26": cloud providers use one name for several."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:

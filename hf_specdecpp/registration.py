@@ -1,7 +1,7 @@
 """Registers `model_type="specdecpp"` with transformers' Auto classes, also for `pipeline(assistant_model="org/repo")`.
 
-When this package is imported, only `AutoConfig` is told of it, or as soon as it is imported. The other Auto classes,
-which import torch and the models, are told when `AutoConfig` reads the config of an assistant.
+Importing this package registers the type with `AutoConfig` only, at once or when transformers' module is imported. The
+other Auto classes, which import torch and the models, follow when `AutoConfig` first reads an assistant's config.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 
 
 class ConfigOnDemand:
-    """Registered with `AutoConfig` in place of `SpecDecPPConfig`, which it imports and calls when it is used."""
+    """Registered with `AutoConfig` instead of `SpecDecPPConfig`, which is imported when this class is first used."""
 
     model_type = MODEL_TYPE
 
@@ -29,7 +29,7 @@ class ConfigOnDemand:
 
 
 class _Watch(MetaPathFinder):
-    """Calls `_announce` once the module with `AutoConfig` has been imported."""
+    """An import hook: registers `ConfigOnDemand` once the module with `AutoConfig` has been imported."""
 
     def find_spec(self, name: str, *_: Any) -> Any:
         if name != AUTO_CONFIG:
@@ -51,7 +51,7 @@ def _announce(module: Any) -> None:
 
 
 def register_later() -> None:
-    """Register with `AutoConfig` without importing transformers. Called when this package is imported."""
+    """Called when this package is imported: registers with `AutoConfig`, without importing transformers."""
     if AUTO_CONFIG in sys.modules:
         _announce(sys.modules[AUTO_CONFIG])
     else:
