@@ -48,7 +48,7 @@ NO_STATES = "This generator's draft reads hidden states of the target, which tra
 class SpecDecPPCandidateGenerator(CandidateGenerator):
     """Drafts the candidates of one sequence, for the loop of `decoding.py` or transformers' own assisted decoding.
 
-    `ValueError` for invalid settings, trees that target or draft cannot read, and batches with a draft that has none.
+    `ValueError` for invalid settings, trees that target or draft cannot read, or a batch that the draft cannot serve.
 
     Args:
         setup: the draft, head and settings.
@@ -59,15 +59,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     Attributes:
         stats: counts and seconds of this generation.
-        products: context in which target and draft run, with their matrix multiplications on a CPU.
-        method: drafts chains or trees.
+        products: context in which target and draft run with faster matrix multiplications, on a CPU.
+        method: drafts chains (`ChainDrafting`) or trees (`TreeDrafting`).
         plan: the costs and decisions of `rule="throughput"`; `None` for other rules.
         observers: objects whose `record_outcome` is called after each round: `stats`, `lookup` and those of `method`.
         lookup: finds candidates in earlier text, if enabled; else `None`.
         times: measures the seconds of the rounds, if the costs of `plan` follow them; else `None`.
         is_paused: whether the draft reads and proposes nothing, because that is faster or the draft's cache is lost.
         emitted: in captured rounds, the new tokens of the sequence that `lookup` has not read yet.
-        corrections: the target's latest choices, with which the draft's logits are mixed; `None` if they are not.
+        corrections: the target's latest choices, if the draft's logits are mixed with them; else `None`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     @cached_property
     def products(self) -> FasterProducts:
-        """The context of `DraftSetup.products`. Its first use is slow, because every weight with a copy is read."""
+        """Made by `DraftSetup.products` at first use, which is slow: every weight with a copy is read."""
         begin, own = time.perf_counter(), set(modules_of(self._target))
         products = self.setup.products(self._target)
         self.stats.has_products = any(layer in own for layer in products.layers)
@@ -178,7 +178,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
         """Called after a round with the accepted nodes `path` of `tree`, in a sequence of `length` tokens: calls the
-        observers, frees the tree's logits and q, and may end a pause."""
+        observers, frees the tree's logits and q, and may end a pause (`is_paused`)."""
         self._num_accepted = len(path)
         for each in self.observers:
             each.record_outcome(tree, path)
@@ -206,8 +206,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Called before the first captured round. Returns what the captured draft has to read: all unmasked tokens
-        `[1, n]` and `None`; or, if it reads the target's states, these `[1, n, size]`, and the token after each."""
+        """Called before the first captured round. Returns unmasked tokens `[1, n]` for the draft to read: all, and
+        `None`; or, for a draft that reads states, the last n, and the target's states `[1, n, size]` before them."""
         self.observers = [self.stats, *([rule] if isinstance(rule := self.method.rule, Threshold) else [])]
         tokens, states = self._new_tokens(input_ids, states)
         if self.lookup is not None:
@@ -220,7 +220,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return tokens[:, -known:], states[:, -known:]
 
     def look_up(self, length: int) -> LookingUp | None:
-        """Before a captured round: let `lookup` read `emitted` and search. `length`: tokens of the sequence."""
+        """Called before a captured round of `length` earlier tokens: makes `lookup` read `emitted` and search."""
         if self.lookup is not None:
             left = max(self._longest - length, 0)
             self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, left)), left)
@@ -231,7 +231,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return self.setup.learned_rates(self._target, self._generation_config, trees)
 
     def record_estimates(self, estimates: list[float]) -> None:
-        """Called after a captured round: gives `rule="threshold"` the acceptance estimates of the candidates."""
+        """Called after a captured round: gives the candidates' acceptance estimates to `rule="threshold"`."""
         if isinstance(rule := self.method.rule, Threshold):
             rule.estimates = estimates
 

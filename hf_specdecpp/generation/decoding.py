@@ -41,7 +41,7 @@ class RoundTarget(ABC):
         return nullcontext()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - optional in subclasses
-        """Called before each round, outside of its seconds: may compact a batch's cache, or time a one-token pass."""
+        """Called before each round, and not timed with it: may compact a batch's cache, or time a one-token pass."""
 
     def max_candidates(self, text: OutputText) -> int | None:
         """The largest number of candidates of `text` that the next pass may read; `None`: no limit."""
@@ -61,7 +61,7 @@ class RoundTarget(ABC):
         """For each of `texts`, whether further rounds generate tokens for it."""
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - does nothing for a single sequence
-        """Called when some of `texts` have ended: those at the indices `places` continue. Example: [0, 2] of three."""
+        """Called when some of `texts` have ended: drops all but those at indices `places`, such as [0, 2] of 3."""
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
         """Called if a CUDA graph has failed. Returns drafts and target that repeat this round and make later ones."""
@@ -73,7 +73,7 @@ class RoundTarget(ABC):
 
 
 class Drafts:
-    """Proposes the candidates of each round: this class for a single sequence, by its `SpecDecPPCandidateGenerator`."""
+    """Proposes candidates in each round; this base class for one sequence, by its `SpecDecPPCandidateGenerator`."""
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         """The next candidates of each of `texts`: a tree, or a chain, which has one branch. Either may be empty."""
@@ -89,7 +89,7 @@ class Drafts:
         generator.record_outcome(each.tree, each.result.path, each.text.before)
 
     def select(self, places: Sequence[int]) -> None:
-        """Called when sequences have ended: those at the indices `places` of the last `texts` continue."""
+        """Called when sequences have ended: drops all but those at the indices `places` of the last `texts`."""
 
 
 class GraphsFailedError(RuntimeError):
@@ -138,7 +138,7 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def copy_prompts(self, passes: CapturedTarget) -> None:
-        """Copy the prompts' keys and values to the cache of the captured `passes`; the own cache is unchanged."""
+        """Copy the prompts' keys and values from the target's own cache to that of the captured `passes`."""
 
     @abstractmethod
     def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
@@ -147,10 +147,10 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
-        """Copy keys and values from the captured `passes` to the own cache; `texts[i]` is row `rows[i]` of `passes`."""
+        """Copy keys and values from `passes` to the target's own cache: `texts[i]` is row `rows[i]` of `passes`."""
 
     def save_row(self, text: OutputText, keys_values: Callable[[], Any]) -> None:
-        """Called when a row of captured rounds has ended: a batch that returns its cache stores `keys_values()`."""
+        """Called when a row of a batch has ended: stores its `keys_values()` if the cache will be returned."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 
@@ -176,8 +176,8 @@ class TargetSide(RoundTarget):
             self.timed_pass = None
 
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
-        """Called before rounds: times an additional pass over one token of each of `rows` sequences if the target's
-        `PassTimes` need one. `inputs()` makes its arguments, and the statistics of `first` count it."""
+        """Called before each round: if the target's `PassTimes` need it, time an additional pass over one token of each
+        of `rows` sequences, with the arguments `inputs()`. Counted in the statistics of the sequence `first`."""
         if self.passes.is_missing(rows, self.generator.products):
             begin = time.perf_counter()
             self.passes.make(rows, self.model, inputs())

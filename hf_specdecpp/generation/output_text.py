@@ -66,7 +66,7 @@ class OutputText:
         before: length before the latest round.
         finished: whether the sequence has ended.
         goes_on: whether it continues after its end until all rows of the batch have ended, as without EOS ids.
-        is_rewritten: whether a stopping criterion has written another last token over that of the latest round.
+        is_rewritten: whether a stopping criterion has replaced the last token of the latest round.
         end_length: length at which the sequence ends, as far as known; at first the maximum length.
         waits: whether reading a value from its device waits for all queued work, as on a GPU.
         records: scores, logits, hidden states and attentions for `return_dict_in_generate`.
@@ -191,7 +191,7 @@ class OutputText:
     # Verification. --------------------------------------------------------------------------------------------------
 
     def _verify_chain(self, each: Round, logits: Tensor) -> RoundResult:
-        """Verify a chain, with p after all of its candidates."""
+        """Verify a chain, with p computed after all of its candidates."""
         chain = each.tree
         scores = logits.to(self.ids.device, torch.float32, copy=self.keeps_raw)
         if not self.processing.does_nothing:
@@ -203,7 +203,7 @@ class OutputText:
         return RoundResult(path, [*chain.tokens[1 : len(path) + 1], token], scores, raw, waited=waited)
 
     def _verify_tree(self, each: Round, logits: Tensor) -> RoundResult:
-        """Verify a tree, with p after the nodes that are tested; on a GPU after all nodes, copied in one read."""
+        """Verify a tree, with p computed after tested nodes only; on a GPU after all nodes, copied in one read."""
         tree, rows, randomness, begin = each.tree, each.rows.rows, self.randomness, 0.0
         if self.waits:
             processed = logits.to(self.ids.device, torch.float32, copy=True)
@@ -240,7 +240,7 @@ class OutputText:
         return RoundResult(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken, waited=waited)
 
     def _verify_in_order(self, each: Round, logits: Tensor) -> RoundResult:
-        """Verify token by token, with p after the accepted nodes only."""
+        """Verify token by token, with p computed after accepted nodes only."""
         walk = Walk(self, each.rows, logits)
         while walk.node is not None:
             walk.choose(self.processing.one(walk.ids, [], walk.raw))
@@ -275,7 +275,7 @@ class OutputText:
         return int(token)
 
     def process(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Call the logits processors for all rows of a pass: `scores` `[rows, vocab]` float32, may be overwritten."""
+        """Returns processed scores of all rows of a pass, for `scores` `[rows, vocab]` float32, perhaps overwritten."""
         tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
         if not processing.answers_all:
             return self._process_allowed(tree_pass, scores.clone())

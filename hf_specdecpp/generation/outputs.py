@@ -81,7 +81,7 @@ def _by_step(records: list[Any]) -> Any:
 
 
 def _together(rows: list[Any], like: Any) -> Any:
-    """Combine one token's records of all rows to a tensor or a tuple, as `like`; zeros for rows that have ended."""
+    """Combine one token's records of all rows, as `like`, a row's tensor or tuple; zeros for rows that have ended."""
     if isinstance(like, tuple):
         return tuple(_together([tuple(each[i] for each in row) for row in rows], layer) for i, layer in enumerate(like))
     return torch.cat([row[0] if row else torch.zeros_like(like) for row in rows])

@@ -86,7 +86,7 @@ class DraftSetup:
         return self.decisions.most_tokens(self.speculation)
 
     def tree_readers(self, target: CausalLM) -> dict[str, CausalLM]:
-        """The models that would read token trees and must be tested first: "target" and perhaps "draft"."""
+        """The models that read token trees, and must pass a test first: "target" and, if it does, "draft"."""
         draft = self.drafter.tree_reader
         return {"target": target} if draft is None else {"target": target, "draft": draft}
 
@@ -108,8 +108,8 @@ class DraftSetup:
     def draft_processing(
         self, processing: Processing, target: CausalLM, greedy: bool, captures: bool
     ) -> tuple[Processing, NgramCorrections | None]:
-        """Extend `processing`, the logits processors that the draft may call, to all that turns the draft's logits into
-        q. Returns this and the target's latest choices if mixed in, else `None`. `captures`: see `plan_of`."""
+        """Returns the processing of the draft's logits: a temperature or mixing with the target's latest choices, then
+        `processing`; and these choices, or `None` if they are not mixed in. `captures`: as in `plan_of`."""
         decisions, temperature = self.decisions, 1.0 if greedy else self.decisions.draft_temperature
         mixes = decisions.mixes(greedy, self.drafter.reads is not None) and self.drafter.places > 0
         # By default for CPUs only: on a GPU mixing adds 12 % of launches, and 43 % in batches of four.
@@ -132,7 +132,7 @@ class DraftSetup:
         return best_shape(rates, config.tree_budget, self.decisions.tree_depth)
 
     def uses_copies(self, target: CausalLM) -> bool:
-        """Whether large layers may use copies of weights: not with several processes, which would switch separately."""
+        """Whether large layers may use copies of weights: not on several processes, which would not switch together."""
         config = self.speculation
         return config.cpu_products != "off" and not config.reproducible and num_processes(target) == 1
 

@@ -45,7 +45,7 @@ class SpeculationStats:
         lookup_rounds: rounds with looked-up candidates only.
         generated: emitted tokens. (`generated + discarded = drafted + rounds + plain_passes`, unless a stopping
             criterion cut the last round.)
-        drafted_at, accepted_at: candidates by position in the round, in trees by depth; index 0 is the first.
+        drafted_at, accepted_at: `drafted` and `accepted` by position in the chain or depth in the tree, first at 0.
         tree_depths, tree_widths: number of trees by depth and by size of the widest level, with empty trees at index 0.
         draft_passes: forward passes of the draft in rounds.
         tested_by_rank, accepted_by_rank: how often the root or an accepted node of a tree had a first, second, ...
@@ -191,7 +191,7 @@ class SpeculationStats:
 
     @property
     def acceptance_by_rank(self) -> list[float]:
-        """For trees: acceptance rate of the first, second, ... children of accepted nodes and of the root."""
+        """In trees, the accepted share of the first, second, ... children of the root and of accepted nodes."""
         return [ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
 
     @property

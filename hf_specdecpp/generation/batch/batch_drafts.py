@@ -54,7 +54,7 @@ class BatchDrafts(Drafts):
         return [*chains]
 
     def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
-        """In `rows`, the coroutines that draft, replace those of rows that look up by their looked-up candidates."""
+        """In `rows`, replace the drafting coroutine of each row that looks up in this round by its looked-up chain."""
         lookups = [each.lookup for each in generators if each.lookup is not None]
         for place, count in enumerate(counts_of(lookups) if lookups else []):
             if count:
