@@ -115,7 +115,7 @@ def for_command(model: CausalLM, choice: DraftChoice, default: bool = False, tre
 
 
 def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssistant:
-    """The assistant for the `draft` of `assist`; `TypeError` if it does not have one of the `options`."""
+    """The assistant for the argument `draft` of `assist`; `TypeError` for options that such a draft does not have."""
     if isinstance(draft, SpecDecPPAssistant):
         if options:
             raise TypeError(f"{', '.join(options)}: this assistant exists already, only its settings can be changed.")
@@ -141,7 +141,7 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
 
 
 def _check_name(draft: str) -> None:
-    """Raise `ValueError` for a string that is neither a folder nor a Hub id, but resembles a name such as "lookup"."""
+    """Raise `ValueError` for an empty string, or one that is no path or Hub id but resembles a word like "lookup"."""
     if draft and (Path(draft).exists() or "/" in draft):
         return
     near = did_you_mean(draft, (AUTO, MTP.name, LOOKUP.name))
@@ -157,7 +157,7 @@ def _check_name(draft: str) -> None:
 
 
 def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
-    """The assistant for `"auto"`: `_own_layers` if these layers are on this machine, else `_lookups`."""
+    """The assistant for `"auto"`: `_own_layers` if they are on this machine, else `_lookups`, perhaps with advice."""
     try:
         return _own_layers(model, local_files_only=True, **options)
     except (ValueError, OSError):

@@ -21,7 +21,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 def commit_of(model: CausalLM) -> str | None:
-    """The commit hash of a model's files, by transformers or the default branch in the local Hub cache, or `None`."""
+    """The commit hash of a model's files, recorded by transformers or else of the default branch in the Hub cache."""
     return getattr(model.config, "_commit_hash", None) or _cached_commit(model.config.name_or_path, None)
 
 
@@ -83,7 +83,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _processor() -> list[str]:
-    """The processor's name and, on Linux, family, such as "family 26": cloud providers use one name for several."""
+    """The processor's name and, on Linux, its family ("family 26"), because clouds use one name for different ones."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:

@@ -115,7 +115,7 @@ class GraphDrafts(Drafts):
         return as_float32(found, self.generator.randomness is None)
 
     def _shape(self, length: int, lookups: Sequence[LookingUp]) -> RoundShape:
-        """The shape of the next round. `length`: tokens of the longest sequence. `emit` cuts at the maximum length."""
+        """The shape of the next round, after `length` tokens (longest sequence). `emit` cuts at the maximum length."""
         draft, shapes = self.rounds.draft, self.chooser.shapes
         shape = self.chooser.choose_shape(lookups) if length <= self.longest else RoundShape(0)
         if not shape.levels and draft.pending + shape.given >= draft.width and shapes[-1].levels:

@@ -78,7 +78,7 @@ def _growing(call: Call, input_ids: Tensor) -> Call:
 
 
 def _text_decoding(call: Call, assistant: Assistant, length: int, decoding: type[AssistedDecoding]) -> AssistedDecoding:
-    """The decoding loop, a `decoding`, of a single sequence with a prompt of `length` tokens."""
+    """Make the decoding loop, of the class `decoding`, for a single sequence with a prompt of `length` tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     foreign = refusals.check_foreign(target, cache_among(model_kwargs), 1)
     processors = call.processors
@@ -109,7 +109,7 @@ def _unused_layers(cache: Cache) -> list[Any] | None:
 
 
 def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None, input_ids: Tensor) -> Any:
-    """Run the call by `decode`. After `LateRefusalError`, empty the cache by its `unused` layers, for a plain call."""
+    """Run the call by `decode`. After `LateRefusalError`, put the empty layers `unused` back, for a plain call."""
     try:
         return decode(input_ids)
     except LateRefusalError:
@@ -119,7 +119,7 @@ def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None
 
 
 def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: DynamicCache, input_ids: Tensor) -> Any:
-    """Generate, and copy the growing cache to the user's static one, also after errors except `LateRefusalError`."""
+    """`run` the call, and copy the growing cache to the user's static one, also after errors but `LateRefusalError`."""
     try:
         found = run(input_ids)
     except LateRefusalError:  # a plain call with the static cache may follow
