@@ -257,7 +257,7 @@ class TrainingConfig(Section):
         return Path(self.work_dir) if self.work_dir else Path(f"{self.output}-work")
 
     def sampling(self, temperature: float) -> Sampling:
-        """How answers are sampled at a temperature, with `rollouts.top_k`; the head's labels are computed likewise."""
+        """How answers are sampled at a temperature, with `rollouts.top_k`; the head's labels are computed for this."""
         return Sampling(temperature, self.rollouts.top_k)
 
     def validate(self) -> None:
@@ -315,7 +315,7 @@ class TrainingConfig(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:
-        """Build from nested dicts, as read from YAML. `ValueError` for an unknown name, with its path."""
+        """Build settings from nested dicts, as read from YAML. `ValueError` for an unknown name, with its path."""
         built = _built(cls, values)
         for part in (RolloutConfig, DistillConfig, HeadConfig, EvalConfig):
             if isinstance(given := getattr(built, part.path[:-1]), dict):
@@ -343,7 +343,7 @@ def refuse_unknown(cls: Any, names: Iterable[str], path: str) -> None:
 
 
 def settings(config: TrainingConfig) -> str:
-    """YAML for `--config` that repeats this run: settings that are not defaults, without folders of this machine."""
+    """Return YAML for `--config` that repeats a run: settings that are not defaults, without this machine's folders."""
     chosen = _differences(asdict(config), asdict(TrainingConfig()))
     for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
         chosen.pop(name, None)
