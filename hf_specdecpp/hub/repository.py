@@ -64,7 +64,7 @@ def load_parts(
 
 
 def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) -> Path:
-    """Return an adapter's folder. `OSError` if a file is missing, `ValueError` if damaged. Pickles are never read."""
+    """Return an adapter's `folder` (`None`: the top). `OSError` if a file is missing, `ValueError` if damaged."""
     paths = [repository.file(f"{folder}/{name}" if folder else name) for name in ADAPTER_FILES]
     load_tensors(paths[1])
     return paths[0].parent

@@ -78,7 +78,7 @@ class KnownCosts:
         return self._formed[kind]
 
     def update(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Correct the costs after a sequence. Returns (length class, tokens) of passes that confirmed their cost."""
+        """Correct the costs after a sequence. Returns (length class, tokens) of passes within 10 % of their cost."""
         confirmed: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
             return confirmed

@@ -100,7 +100,7 @@ class RuleShapes:
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
     def record_round(self, shape: RoundShape, reports: Sequence[Any]) -> None:
-        """Called after a round with a `cuda_graphs.captured_rounds.RoundReport` of each sequence."""
+        """Update the average round after a round with a `cuda_graphs.captured_rounds.RoundReport` of each sequence."""
         if len(self.shapes) > 1 and not shape.given:
             submitted = max(len(each.tree) for each in reports)
             reached = submitted + 1 if submitted == shape.levels else submitted

@@ -54,8 +54,8 @@ class TreePlan(Plan, SlotValuation):
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
-        """Grow a tree by DySpec's Algorithm 2. Gain and time decide its depth and t, the least gain of a slot at which
-        a candidate is drawn. `threshold`: lower bound of t."""
+        """Grow a tree by DySpec's Algorithm 2, or in a trial a chain. Gain and time decide its depth and t, the least
+        gain of a slot at which a candidate is drawn. `threshold`: lower bound of t."""
         tree, usual = growth.tree, self.expected(None)
         while self.trial is not None and len(tree) < self.trial and growth.leaves:
             growth.expand([node := next(iter(growth.leaves))])

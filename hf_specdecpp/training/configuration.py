@@ -300,7 +300,7 @@ class TrainingConfig(Section):
         self._check_draft()
 
     def _check_draft(self) -> None:
-        """Raise `ValueError` if this kind of draft cannot be trained, or not with these settings of stages."""
+        """Raise `ValueError` if drafts of this kind cannot be trained, or not with this `distill` or `head.inputs`."""
         distill, cannot = self.distill, self.kind.cannot
         if self.kind.untrainable:
             raise ValueError(f"draft={self.draft!r}: {self.kind.untrainable}.")
