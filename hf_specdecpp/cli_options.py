@@ -148,7 +148,7 @@ class TrainOptions:
         data: prompts: a JSON Lines file or a datasets id; may be repeated.
         output: folder for the assistant's repository.
         draft: Hub id or folder of a draft, `conditioned`, or `eagle3`; by default an early exit.
-        layers: layers of the target that draft: 4, or 0,1,2,29.
+        layers: layers of the target that make up the draft: 4 for the first four, or 0,1,2,29.
         server: URL of an OpenAI-compatible server that generates the answers.
         head_only: leave the draft as it is, and fit a head that other engines serve with it (`head.inputs: path`).
         stage: run only this stage; may be repeated.

@@ -55,8 +55,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
 
 
 def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
-    """Bool `[n]`: which candidates to fit on, those of every second prompt. `text`: `[n]`, the rows of their
-    rollouts."""
+    """Bool `[n]`: which candidates to fit on, those of every second prompt. `text`: `[n]`, rows of their rollouts."""
     prompts = list(made.texts("heldout", sampling)["prompt_id"])
     used = sorted({prompts[row] for row in text.unique().tolist()})
     if len(used) < 2:

@@ -181,8 +181,8 @@ class TrainingConfig(Section):
         draft: Hub id or folder of an independent draft; `"conditioned"` or `"eagle3"` for drafts that read the target's
             hidden states (`docs/drafts.md`); or the repository of a published EAGLE-3 or DFlash draft, for which only a
             head is fitted. By default an early exit.
-        layers: layers of the target that draft: the number of first layers, or ascending indices. By default the first
-            4 for an early exit, and the last layer for a conditioned draft.
+        layers: layers of the target that make up the draft: the number of first layers, or ascending indices. By
+            default the first 4 for an early exit, and the last layer for a conditioned draft.
         reads: layers of the target whose outputs the draft reads. By default a low, a middle and a high layer.
         dtype: dtype of target and draft in all stages but `distill`; `"auto"` is the dtype of the stored weights.
         target_id: Hub id of the target for the published config, if `target` is a local copy.

@@ -68,7 +68,7 @@ class Trained:
 
 
 def check(config: TrainingConfig) -> None:
-    """Raise `ValueError` if target, draft or vocabulary size do not fit. Called before rollouts, loads no weights."""
+    """Raise `ValueError` if target, draft or vocabulary size do not fit. Called before rollouts; loads no weights."""
     target = _without_weights(config.target)
     check_target(target)
     draft = draft_of(config, target, _without_weights)
