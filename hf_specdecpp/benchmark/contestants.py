@@ -39,7 +39,7 @@ class Contestant:
         family: contestants of a family differ in one setting.
         speculation: settings of the assistant, except `cpu_products`; `None` for methods of transformers.
         decisions: decisions of the assistant.
-        with_head: whether the head estimates acceptance, or the draft's own probability.
+        with_head: whether acceptance is estimated by the head, otherwise by the draft's own probability.
         alone: without the draft, so that all candidates are looked up.
         stock: for transformers' assisted generation, fields of the draft's generation config.
         lookup: for transformers' prompt lookup, arguments of `generate()`.
@@ -188,7 +188,7 @@ def _trees(judges: Sequence[str], has_rates: bool) -> list[Contestant]:
 
 
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
-    """Return the baselines, and all whose name or family matches a pattern. `ValueError` if none matches a pattern."""
+    """The baselines, and all whose name or family matches a pattern (none: all). `ValueError` if none matches one."""
 
     def matches(contestant: Contestant, pattern: str) -> bool:
         return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)

@@ -63,7 +63,7 @@ class RepositoryReport:
 
 
 def inspect(repository: Repository) -> RepositoryReport:
-    """Check an assistant's or a draft's files, without pickles, code and other models. `FileNotFoundError` if none."""
+    """Check files of an assistant or a draft; opens no pickles, code or other models. `FileNotFoundError` if none."""
     folder = repository.folder(PATTERNS)
     if not any((folder / name).is_file() for name in (CONFIG, *FILES)):
         raise FileNotFoundError(f"{repository.full_name!r} has no {CONFIG}: it is neither an assistant nor a draft.")

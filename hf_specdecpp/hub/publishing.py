@@ -63,7 +63,7 @@ class Contents:
 
 
 def save(contents: Contents, folder: Path) -> None:
-    """Write a repository; an existing `README.md` is kept. `ValueError` if the draft is a model without a name."""
+    """Write the repository; an existing `README.md` is kept. `ValueError` if the draft is a model without a name."""
     config = contents.described()
     kind = kind_of(config)
     if kind.is_named and config.draft_id is None:

@@ -215,7 +215,7 @@ class Processing:
         self.answers_all = all(class_of(_of_all_rows(each)) in KNOWN for each in self.processors)
 
     def for_graphs(self) -> Processing:
-        """Return those of the processors that CUDA graphs can run. No penalty may ignore tokens (`together`)."""
+        """Return those of the processors that CUDA graphs can run. Penalties must ignore no tokens (see `together`)."""
         return Processing([each for each in self.processors if class_of(each) in KEEPS_SOME])
 
     def with_contents(self) -> Processing:

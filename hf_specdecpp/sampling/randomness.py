@@ -24,6 +24,8 @@ class NothingToDrawError(RuntimeError):
 
 
 class Randomness(Protocol):
+    """Source of all random decisions: `TorchRandomness`, or one of a test that enumerates the outcomes."""
+
     def categorical(self, probs: Tensor) -> Tensor:
         """Draw an index (0-d int64) with probabilities `probs` (`[n]`, need not sum to exactly 1). If all are 0 or one
         is NaN, raises `NothingToDrawError` on a CPU, and returns any index elsewhere."""
@@ -149,9 +151,8 @@ def likeliest(q: Tensor) -> Siblings:
 class Ranked:
     """`Siblings` by descending `keys` `[n, vocab]`, none with key 0 or nan. Overwrites `keys`, which may be `q`.
 
-    With keys = q these are the likeliest. With keys = q / E, E independent exponential numbers, they are drawn without
-    replacement: token i fires at time E_i / q_i, and the next to fire is i with probability proportional to q_i. One
-    transfer from the device serves many draws.
+    With keys = q these are the likeliest. With keys = q / E, E exponential numbers, they are drawn without replacement:
+    token i fires at time E_i / q_i, so it is the next to fire in proportion to q_i. Fetches several at once.
     """
 
     def __init__(self, q: Tensor, keys: Tensor, ahead: int = 8) -> None:

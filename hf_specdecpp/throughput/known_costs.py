@@ -231,7 +231,7 @@ class RoundTimes:
         self._drafting = drafting
 
     def end(self, length: int, width: int) -> None:
-        """Record the times of a round that has ended. `length`: the sequence's before it; `width`: its pass's."""
+        """Record the times of the round that ends here. `length`: of the sequence before it; `width`: of its pass."""
         kind = length_class(length)
         self.passes[kind][width].append(self.clock() - self._drafted)
         if self._drafting is not None and self._drafting.steps:

@@ -58,7 +58,7 @@ class RoundSeconds:
         self._typical[shape] = median(taken)
 
     def time(self, shapes: Iterable[RoundShape], run: Callable[[RoundShape], float]) -> None:
-        """Time the chains among `shapes` of `TIMED` lengths without a time. `run` returns a shape's seconds."""
+        """Time those `shapes` that are chains of `TIMED` lengths without a time. `run`: runs one, returns seconds."""
         for shape in shapes:
             if shape.width == 1 and shape.nodes in TIMED and shape not in self._typical:
                 self.record_round(shape, run(shape))
@@ -100,7 +100,7 @@ class RuleShapes:
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
     def record_round(self, shape: RoundShape, reports: Sequence[Any]) -> None:
-        """Update the average round after a round with a `cuda_graphs.captured_rounds.RoundReport` of each sequence."""
+        """Update the average length of rounds with a `cuda_graphs.captured_rounds.RoundReport` of each sequence."""
         if len(self.shapes) > 1 and not shape.given:
             submitted = max(len(each.tree) for each in reports)
             reached = submitted + 1 if submitted == shape.levels else submitted

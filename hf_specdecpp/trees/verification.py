@@ -194,7 +194,7 @@ def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def block_tests(carries: Tensor, left: Tensor) -> Tensor:
-    """h_i = s_i / (s_i + 1 - c_i), `[..., n]`, from c_i `[..., n]` and the `leftovers`, whose sums are s_i.
+    """Tests h_i = s_i / (s_i + 1 - c_i), `[..., n]`, from c_i `[..., n]` and the `leftovers`, whose sums are s_i.
 
     After the last candidate s_i = c_i, so h_i = c_i. If c_i = 1 and s_i = 0, the next candidate is always accepted, and
     h_i (0 here) does not matter. If p or q is nan, s_i = c_i as after the last candidate, so no further candidate
