@@ -90,8 +90,8 @@ class ThresholdSchedule:
         estimate: the mean a, a running mean in the same way.
     """
 
-    def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
-        self.split_entropy, self.estimate, self.rounds = split_entropy, estimate, 1
+    def __init__(self) -> None:
+        self.split_entropy, self.estimate, self.rounds = 0.3, 0.7, 1
 
     def threshold(self, values: list[float], budget: int) -> float:
         """Return t of a level, at most the highest of the slots' `values`. `budget`: candidates still to draw."""
