@@ -80,7 +80,7 @@ class Plan:
         raise NotImplementedError
 
     def begin_text(self) -> None:
-        """Called before the first round of a sequence."""
+        """Called before the first round of a sequence: its trials begin with the next `set_length`."""
         self._texts, self._kind, self.trials = self._texts + 1, None, []
 
     def set_length(self, length: int) -> None:
@@ -147,11 +147,12 @@ class Plan:
         return drafting.seconds(self.costs) + float(self.verify[candidates]) + self.costs.overhead
 
     def record_empty_round(self) -> None:
-        """Called after a round without candidates: adds to the credit, without bound, so any probe gets affordable."""
+        """Called after a round without candidates: adds 0.5 % of a plain pass to the credit, without an upper bound."""
         self.credit += PROBE_SHARE
 
     def _settle(self, tokens: int, candidates: int, steps: int, branches: int) -> None:
-        """Record a round with candidates, which emitted `tokens`. `steps`, `branches`: as in `DraftWork`."""
+        """Record a round with candidates that emitted `tokens`, in credit and rate. `steps`, `branches`:
+        `DraftWork`'s."""
         seconds = self._round_seconds(candidates, DraftWork(steps, self.unread, branches))
         if self.known.is_assumed:  # and uncertain: a probe is charged at least a whole pass
             seconds = max(seconds, 2.0 * self.plain)

@@ -28,7 +28,7 @@ def _above_zero(default: float) -> Any:
 
 
 class Section:
-    """A group of settings. An unknown name raises `ValueError`, from Python as from YAML."""
+    """A group of settings, whose constructor and YAML raise `ValueError` for an unknown name."""
 
     path: ClassVar[str] = ""  # prefix of its names in messages, such as "head."
 

@@ -118,7 +118,7 @@ class ServerTarget:
             raise ValueError(f"The server {self.url!r} is not a URL such as http://localhost:8000.")
 
     def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
-        """As in `LocalTarget`. `ConnectionError` if the server fails six times, `ValueError` if it refuses."""
+        """Yield as `LocalTarget` does. `ConnectionError` if the server fails six times, `ValueError` if it refuses."""
         with ThreadPoolExecutor(self.settings.batch_size) as pool:
             asked = {pool.submit(self._ask, item, temperature, seed + index): index for index, item in enumerate(items)}
             try:
