@@ -151,8 +151,7 @@ class Plan:
         self.credit += PROBE_SHARE
 
     def _settle(self, tokens: int, candidates: int, steps: int, branches: int) -> None:
-        """Record a round with candidates that emitted `tokens`, in credit and rate. `steps`, `branches`:
-        `DraftWork`'s."""
+        """Count a round with candidates, which emitted `tokens`, in credit and rate. The rest: as in `DraftWork`."""
         seconds = self._round_seconds(candidates, DraftWork(steps, self.unread, branches))
         if self.known.is_assumed:  # and uncertain: a probe is charged at least a whole pass
             seconds = max(seconds, 2.0 * self.plain)
