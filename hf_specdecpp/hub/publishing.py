@@ -227,7 +227,7 @@ def too_rarely_accepted(evaluation: dict[str, Any]) -> str | None:
 
 
 def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
-    """Format a number for a table: `0.1234` as "0.123", or "12 %" with `percent`; `None` and NaN as "–"."""
+    """Format a number: `0.1234` as "0.123" (3 `digits`), or as "12 %" with `percent`; `None` and NaN as "–"."""
     if value is None or not math.isfinite(value):
         return NONE
     return f"{100 * value:.0f} %" if percent else f"{value:,.{digits}f}"

@@ -111,8 +111,8 @@ class NgramCorrections:
         return torch.cat((keys[:, :1], hashed), dim=-1), keys
 
     def _known(self, places: Tensor, is_known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the length `[n]` of the longest known part of each context (0: none), and r after it: ids and their
-        probabilities `[n, k]`."""
+        """Return the length `[n]` of contexts' longest known parts (0: none), and r after these: ids and probabilities
+        `[n, k]`. Given `_places` of the contexts, and whether these entries are theirs, `[n, ORDERS]`."""
         order = (is_known * self._lengths).amax(-1)
         # A context without a known part uses the entry of its last token, whose probabilities are all 0.
         at = places.gather(1, (order - 1).clamp_min(0)[:, None])[:, 0]

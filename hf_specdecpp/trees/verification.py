@@ -182,7 +182,7 @@ def sibling_tests(
 
 
 def acceptance_of(mass: Tensor, share: Tensor, q: Tensor) -> Tensor:
-    """min(1, M(y) / D(y)), from U(y) and f of `sibling_tests` and q(y); nan if p or q is nan."""
+    """min(1, M(y) / D(y)), from U(y) (`mass`) and f (`share`) of `sibling_tests`, and q(y); nan if p or q is nan."""
     return (mass / (share * q)).clamp_max(1.0)
 
 

@@ -35,7 +35,7 @@ MARGIN = 12.0  # score of a head's own position minus any other score, so that o
 
 
 def solved(squares: Tensor, products: Tensor) -> Tensor:
-    """Return the least-squares map `[size of y, size of x]` from x to y, given sums or means of x x^T and of x y^T."""
+    """Least-squares map `[size of y, size of x]` from x to y, from sums or means of x x^T and x y^T (`products`)."""
     ridge = (RIDGE * squares.diagonal().mean() + LEAST) * torch.eye(len(squares))
     return torch.linalg.solve(squares + ridge, products).T
 

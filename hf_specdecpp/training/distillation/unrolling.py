@@ -26,8 +26,8 @@ def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) ->
     """Yield the draft's states `[batch, n, hidden_size]` of each step, in which all tokens are read as a round's first,
     second, ... token. Takes tokens `[batch, n]`, padded on the right, and the target's `states` `[batch, n, width]`.
 
-    Example: the sequence is a b c d. Row d of step 1 reads d with the target's state at c, after b and c, read
-    likewise. Row d of step 2 reads d with the draft's state at c in step 1, after b and c as in step 1. Row d of step 3
+    Example: the sequence is a b c d. Row d of step 1 reads d with the target's state at c, after b and c, read in the
+    same way. Row d of step 2 reads d with the draft's state at c in step 1, after b and c as in step 1. Row d of step 3
     sees b as in step 1 and c as in step 2. Rows whose round would begin before the sequence are meaningless.
     """
     later, length = input_ids[:, 1:], input_ids.shape[1] - 1  # the first token has no state before it
