@@ -59,8 +59,7 @@ class PassTimes:
         return products.seconds(rows) is None and (self._rounds >= EVERY or len(self._beside[rows]) < WARM)
 
     def make(self, rows: int, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
-        """Time a separate pass over `rows` tokens, `forward` of `inputs`, which may compile. The cache is rolled
-        back."""
+        """Time a pass over `rows` tokens, `forward` of `inputs`, which may compile. The cache is rolled back."""
         clock = working_clock() if inputs["input_ids"].device.type == "cpu" else time.perf_counter
         text = GrowingContext(cache_among(inputs))
         text.begin_round()
