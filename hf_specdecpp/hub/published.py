@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Published:
-    """A draft on the Hub for a target, its `form`, such as "EAGLE-3 draft", and the speed that `source` gives, if any.
+    """A draft on the Hub for a target, its `form`, such as "EAGLE-3 draft", and the figure that `source` gives, if any.
 
     If `file` is "pickle", convert the draft first: `specdecpp inspect DRAFT --convert FOLDER`.
     """
@@ -26,7 +26,7 @@ class Published:
 
     @property
     def measured(self) -> str:
-        """The speed as text, such as "3.72 tokens a pass (MT-bench)"; empty if none was published."""
+        """The figure as text, such as "3.72 tokens a pass (MT-bench)"; empty if none was published."""
         if self.measured_on is None:
             return ""
         figure = f"{self.speedup} times the speed" if self.speedup else f"{self.tokens_per_pass} tokens a pass"

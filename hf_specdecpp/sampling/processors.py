@@ -171,7 +171,7 @@ class OfRow(LogitsProcessor):
 
 
 def for_row(processors: Sequence[LogitsProcessor], row: int, rows: int) -> list[LogitsProcessor]:
-    """Return a batch's processors for one row: in `OfRow`, or in `InOrder` (called for all rows) if not `KNOWN`."""
+    """A batch's processors for one row: wrapped in `OfRow` if they read tokens, in `InOrder` if not `KNOWN`."""
     as_they_are = (*PREFIX_FREE, InOrder)
     return [each if isinstance(each, as_they_are) else OfRow(each, row, rows) for each in in_order(processors)]
 
@@ -232,7 +232,8 @@ class Processing:
         return Processing([Warpers(each) if isinstance(each, list) else each for each in found])
 
     def for_draft(self) -> Processing:
-        """Return those that may be called for candidates: all `KNOWN` ones, and others that read the prefix only."""
+        """Return those that may be called for candidates: with `reads_prefix_only`, or `KNOWN` ones out of
+        `InOrder`."""
         inner = [each.processor if isinstance(each, InOrder) else each for each in self.processors]
         pairs = zip(self.processors, inner, strict=True)
         return Processing([own for each, own in pairs if class_of(own) in KNOWN or reads_prefix_only(each)])
