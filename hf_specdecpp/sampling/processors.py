@@ -232,8 +232,7 @@ class Processing:
         return Processing([Warpers(each) if isinstance(each, list) else each for each in found])
 
     def for_draft(self) -> Processing:
-        """Return those that may be called for candidates: with `reads_prefix_only`, or `KNOWN` ones out of
-        `InOrder`."""
+        """Return those that may be called for candidates: with `reads_prefix_only`, or `KNOWN` ones in `InOrder`."""
         inner = [each.processor if isinstance(each, InOrder) else each for each in self.processors]
         pairs = zip(self.processors, inner, strict=True)
         return Processing([own for each, own in pairs if class_of(own) in KNOWN or reads_prefix_only(each)])
