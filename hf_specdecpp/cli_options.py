@@ -15,7 +15,7 @@ ENTRY = re.compile(r"(?P<names>\w+(?:, \w+)*)(?: \((?P<unit>[^)]*)\))?: (?P<mean
 
 
 def meanings(cls: type) -> dict[str, tuple[str, str]]:
-    """Unit and meaning of each field of a dataclass, parsed from the docstrings of the class and its bases.
+    """Return unit and meaning of each field of a dataclass, from the docstrings of the class and its bases.
 
     An entry under `Args:` is `name (unit): meaning`, or `first, second (unit): meaning` for two fields; further lines
     of an entry are indented.
@@ -34,7 +34,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _numbers(kind: Callable[[str], Any], option: str, wanted: str) -> Callable[[str], list[Any]]:
-    """A parser of `"0,1"` as a list of numbers (empty for empty text). It raises `ValueError` for other text."""
+    """Return a parser of `"0,1"` as a list of numbers (`""`: none), which raises `ValueError` for other text."""
 
     def parse(text: str) -> list[Any]:
         try:
@@ -148,7 +148,7 @@ class TrainOptions:
         data: prompts: a JSON Lines file or a datasets id; may be repeated.
         output: folder for the assistant's repository.
         draft: Hub id or folder of a draft, `conditioned`, or `eagle3`; by default an early exit.
-        layers: layers of the target that draft: 4, or 0,1,2,29.
+        layers: layers of the target that make up the draft: 4 for the first four, or 0,1,2,29.
         server: URL of an OpenAI-compatible server that generates the answers.
         head_only: leave the draft as it is, and fit a head that other engines serve with it (`head.inputs: path`).
         stage: run only this stage; may be repeated.
@@ -227,7 +227,7 @@ class BenchmarkConfig(DraftChoice):
 
 
 def options_of(cls: type) -> Callable[[Command], Command]:
-    """Decorator that gives a typer command the fields of a dataclass as options; `settings_from` makes the dataclass.
+    """Decorator that gives a typer command the fields of `cls`, a dataclass, as options for `settings_from`.
 
     `max_prompts: int | None` becomes `--max_prompts` and `--max-prompts`, `quick: bool = False` becomes `--quick`, and
     a bool with the default `True` or `None` becomes a pair, `--live` and `--no-live`. Metadata of a field: `parse`, a
@@ -257,14 +257,14 @@ def options_of(cls: type) -> Callable[[Command], Command]:
 
 
 def settings_from(cls: type[Settings], options: dict[str, Any]) -> Settings:
-    """Make the dataclass from the options of a command. `ValueError` if an option is invalid."""
+    """Make a `cls` from the options of a command. `ValueError` if an option is invalid."""
     parsers = {each.name: each.metadata["parse"] for each in fields(cls) if "parse" in each.metadata}  # type: ignore[arg-type]
     given = {name: value for name, value in options.items() if value is not None}
     return cls(**{name: parsers[name](value) if name in parsers else value for name, value in given.items()})
 
 
 def _default(field: Field[Any]) -> Any:
-    """The default of an option; text if the field has `parse`."""
+    """The default of a field's option; text if the field has `parse`."""
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     if default is MISSING:
         return inspect.Parameter.empty

@@ -66,7 +66,7 @@ TEMPERATURES = "confidence_temperatures.json"  # for SGLang: a factor of the con
 
 
 def commands_for(to: Destination, method: tuple[str, str, str] = AS_MODEL) -> dict[str, list[str]]:
-    """Shell commands that serve a draft, by engine, with `TARGET` for an unknown target."""
+    """Shell commands that serve a draft by `method`, by engine, with `TARGET` for an unknown target."""
     (vllm, sglang, llama_cpp), count, draft = method, to.num_tokens, str(to.output)
     target, gguf, is_dspark = to.target or "TARGET", f"{to.output}.gguf", method == AS_DSPARK
     reads_target = [] if method == AS_MODEL else ["--target-model-dir", target]
@@ -180,7 +180,7 @@ def _not_equal(model: CausalLM, how: str) -> ValueError:
 
 
 def _contents(model: CausalLM) -> dict[str, Any]:
-    """The weights, and all attributes of layers that are numbers, strings, bool or `None`, such as a window."""
+    """Weights by name, and all attributes of layers that are numbers, strings, bool or `None`, such as a window."""
     settings = {
         f"{name}.{key}": value
         for name, module in model.named_modules()

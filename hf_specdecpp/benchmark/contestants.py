@@ -39,7 +39,7 @@ class Contestant:
         family: contestants of a family differ in one setting.
         speculation: settings of the assistant, except `cpu_products`; `None` for methods of transformers.
         decisions: decisions of the assistant.
-        with_head: whether the head estimates acceptance, or the draft's own probability.
+        with_head: whether acceptance is estimated by the head, otherwise by the draft's own probability.
         alone: without the draft, so that all candidates are looked up.
         stock: for transformers' assisted generation, fields of the draft's generation config.
         lookup: for transformers' prompt lookup, arguments of `generate()`.
@@ -65,7 +65,7 @@ class Contestant:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it drafts chains of a fixed length up to 8, or by a threshold of 0.3 to 0.7 that is not `online`."""
+        """Whether its chains have a fixed length up to 8, or end by a threshold of 0.3 to 0.7 that is not `online`."""
         config = self.speculation
         if config is None or config.draws_trees:
             return False
@@ -100,7 +100,7 @@ class Contestant:
 
 @contextmanager
 def changed(owner: Any, **values: Any) -> Iterator[None]:
-    """Context in which attributes of `owner` have these values."""
+    """Context in which attributes of `owner` have these values; earlier values are restored."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -117,7 +117,7 @@ BASELINES = (PLAIN, SAME_PASSES)
 
 
 def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = False) -> list[Contestant]:
-    """All contestants that an assistant supports, given whether it has a head, trees, and rates for static trees."""
+    """Return all contestants for an assistant, given whether it has a head, trees, and rates for static trees."""
     judges = ("head", "q") if has_head else ("q",)
     fields = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
     assisted = [
@@ -134,14 +134,14 @@ def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = Fal
 
 
 def quick_contestants(has_head: bool) -> list[Contestant]:
-    """The contestants of `--quick`."""
+    """Return the contestants of `--quick`."""
     judge = "head" if has_head else "q"
     names = {"transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge} online)", f"throughput ({judge})"}
     return [*BASELINES, *(each for each in all_contestants(has_head) if each.name in names)]
 
 
 def without_draft() -> list[Contestant]:
-    """The contestants that need no draft. `lookup` is a new object in each call: it keeps an assistant of a target."""
+    """Contestants that need no draft. `lookup` is a new object in each call: it keeps an assistant of a target."""
     options = ({"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": size} for size in (2, 3))
     theirs = [
         Contestant(f"prompt lookup {each['max_matching_ngram_size']}", "prompt lookup", lookup=each) for each in options
@@ -151,7 +151,7 @@ def without_draft() -> list[Contestant]:
 
 
 def _judged(family: str, setting: Any, judge: str, **settings: Any) -> Contestant:
-    """A contestant of this package with the estimator `"head"`, `"q"`, `"head online"` or `"q online"`."""
+    """A contestant of this package, with the estimator (`judge`) "head", "q", "head online" or "q online"."""
     name = family if setting is None else f"{family} {setting:g}"
     decisions = Decisions(adapt=judge.endswith("online") or settings["rule"] == "throughput")
     speculation = SpeculationConfig(**settings)
@@ -188,7 +188,7 @@ def _trees(judges: Sequence[str], has_rates: bool) -> list[Contestant]:
 
 
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
-    """The baselines, and all whose name or family matches a pattern; `ValueError` for a pattern that none matches."""
+    """The baselines, and all whose name or family matches a pattern (none: all). `ValueError` if none matches one."""
 
     def matches(contestant: Contestant, pattern: str) -> bool:
         return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)

@@ -77,7 +77,7 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
 
 
 class LiveBenchmark:
-    """Times the generations of a benchmark that are missing in the log, with a neutral generation config."""
+    """Times those generations of a benchmark that the log lacks, with a neutral generation config (`neutralise`)."""
 
     def __init__(self, benchmark: Benchmark, log: RunLog) -> None:
         self.target, self.assistant, self.contestants = benchmark.target, benchmark.assistant, benchmark.contestants
@@ -106,7 +106,7 @@ class LiveBenchmark:
                     self.log.add(self._time(question, temperature, contestant))
 
     def _able(self, question: Question) -> list[Contestant]:
-        """The contestants for a question: trees and transformers' speculation do not support batches."""
+        """The contestants that can answer a question: trees and transformers' speculation do not support batches."""
         alone = [each for each in self.contestants if each.speculation is None or each.speculation.draws_trees]
         return [each for each in self.contestants if not question.batch or each in BASELINES or each not in alone]
 
@@ -121,7 +121,7 @@ class LiveBenchmark:
         return [*(each for each in BASELINES if each not in missing), *missing] if missing else []
 
     def _time(self, question: Question, temperature: float, contestant: Contestant) -> Row:
-        """The log's row of the least disturbed of up to `attempts` runs; no run follows an undisturbed one."""
+        """Time up to `attempts` runs, until one is undisturbed. Returns the log's row of the least disturbed one."""
         names = [row["contestant"] for row in self.log.rows if row["session"] == self.log.session]
         rows: list[Row] = []
         while len(rows) < self.config.attempts and not (rows and not rows[-1]["disturbed"]):
@@ -148,7 +148,7 @@ class LiveBenchmark:
 
 
 def _watched(read: list[int], question: Question, answers: Answers) -> Row:
-    """Passes and candidates of methods without statistics, from the tokens that each pass `read` (`noted_passes`)."""
+    """Counts of passes and candidates of a method without statistics, from the tokens that each pass `read`."""
     tokens, passes = sum(map(len, answers)), sum(map(len, answers)) if question.batch else len(read)
     candidates = [read[0] - max(map(len, question.ids)), *(each - 1 for each in read[1:])]
     return {
@@ -160,7 +160,7 @@ def _watched(read: list[int], question: Question, answers: Answers) -> Row:
 def answer(
     target: CausalLM, prompts: list[list[int]], temperature: float, seed: int, arguments: dict[str, Any]
 ) -> Answers:
-    """The new tokens of `generate()` for each prompt, without padding; `temperature` 0 is greedy."""
+    """Return the new tokens of `generate()` for each prompt, without padding. `temperature` 0 is greedy."""
     inputs = padded(prompts, target.generation_config.pad_token_id or 0)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0.0:  # without top-k and top-p
@@ -186,7 +186,7 @@ def neutralise(target: CausalLM) -> None:
 
 @contextmanager
 def noted_passes(target: CausalLM) -> Iterator[list[int]]:
-    """Context that yields a list, to which every pass of `target` appends the number of tokens per row."""
+    """Context that yields a list, to which every pass of `target` appends its number of tokens per row."""
     read: list[int] = []
     hook = target.register_forward_pre_hook(
         lambda _module, _args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True

@@ -39,7 +39,7 @@ QUICK_PROMPTS, QUICK_TOKENS = 3, 32  # about a minute of one core with SmolLM2-1
 
 @dataclass
 class Question:
-    """The input of one `generate()` call: tokens of one prompt, or of `batch` prompts (0: a single prompt)."""
+    """The input of one `generate()` call: token ids of one prompt, or of `batch` prompts (0: a single prompt)."""
 
     set: str
     prompt: str
@@ -82,7 +82,7 @@ class Benchmark:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings that results depend on. A later run may add contestants and temperatures."""
+        """The settings that results depend on, without contestants and temperatures: a later run may add some."""
         config, assistant = self.config, self.assistant
         prompts = json.dumps([[each.set, each.prompt, each.ids[0]] for each in self.questions])
         return {
@@ -101,7 +101,7 @@ class Benchmark:
 
 
 def in_batches(questions: list[Question], sizes: list[int]) -> list[Question]:
-    """The questions in full batches, a set for each size. `ValueError` if there are fewer prompts than a batch has."""
+    """Join questions to full batches, a set for each size. `ValueError` if there are fewer prompts than a batch has."""
     found = []
     for size in sizes:
         if size > len(questions):
@@ -182,7 +182,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 class RunLog:
-    """The log of finished generations, a JSON line each, which later runs with the same settings continue as a new
+    """The file of finished generations, a JSON line each. Later runs with the same settings continue it as a new
     session: speeds are only compared within a session. `ValueError` for other settings."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], name: str = RUNS) -> None:
@@ -202,7 +202,7 @@ class RunLog:
         self.session = 1 + max((row["session"] for row in self.rows), default=0)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append a row to the file, and return the row with the number of the session."""
+        """Append a row to the log. Returns the row with the number of the session."""
         row = {**row, "session": self.session}
         self.rows.append(row)
         with self.path.open("a", encoding="utf-8", newline="\n") as file:

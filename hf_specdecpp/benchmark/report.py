@@ -19,7 +19,7 @@ _BATCHES = (
 
 
 def ratio(values: Sequence[float] | None) -> str:
-    """A median with its interval, such as "1.52 (1.48-1.55)"; empty for `None`."""
+    """Format a median with its interval, three numbers, as "1.52 (1.48-1.55)"; `None` as an empty text."""
     return "" if values is None else f"{values[0]:.2f} ({values[1]:.2f}-{values[2]:.2f})"
 
 
@@ -67,7 +67,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
 
 
 def _table(rows: Sequence[Row], title: str) -> Table:
-    """A table without empty columns. Marks: `>` the fastest, `~` interval overlaps with that of `>`, `*` disturbed."""
+    """Make a table without empty columns. Marks: `>` fastest, `~` interval overlaps with that of `>`, `*` disturbed."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH)
     columns = [each for each in COLUMNS if each.terminal and any(map(each.cell, rows))]
     table.add_column("contestant", ratio=1)
@@ -83,7 +83,7 @@ def _table(rows: Sequence[Row], title: str) -> Table:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """Sentences about target, draft, matrix multiplications and other load, above the tables."""
+    """Return sentences on target, draft, matrix multiplications and other load, for above the tables."""
     settings, where = results["settings"], results["environment"]
     threads = f"{where['threads']} thread{'' if where['threads'] == 1 else 's'}"
     place = f"{settings['dtype']}, {where['device']}, {threads}"
@@ -109,7 +109,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def describe_mismatch(found: Row) -> str:
-    """A sentence on the first difference between a greedy answer and plain generation (`mismatches`)."""
+    """Return a sentence on the first difference between a greedy answer and plain generation (`mismatches`)."""
     where = (
         f"{found['contestant']} differs from plain generate() from token {found['place']} on, in "
         f"{found['set']}/{found['prompt']}"
@@ -121,7 +121,7 @@ def describe_mismatch(found: Row) -> str:
 
 
 def lossless(results: dict[str, Any]) -> bool:
-    """Whether no mismatch fails the benchmark (`counts`)."""
+    """Whether no mismatch is one that `counts`."""
     return not any(counts(found, results) for found in results["mismatches"])
 
 

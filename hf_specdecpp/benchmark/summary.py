@@ -29,7 +29,7 @@ Moment = tuple[Any, ...]
 
 
 def summarise(rows: Sequence[Row], contestants: Sequence[Contestant]) -> list[Row]:
-    """One row for each set (and for all sets together), temperature and contestant, the fastest first."""
+    """Return a row for each set (and for all sets together), temperature and contestant, the fastest first."""
     by_name = {contestant.name: contestant for contestant in contestants}
     rows = [row for row in rows if row["contestant"] in by_name]
     alone = [row for row in rows if not row["batch"]]
@@ -62,7 +62,7 @@ def grouped(rows: Sequence[Row]) -> dict[tuple[str, float, str], list[Row]]:
 
 
 def comparable(rows: Iterable[Row]) -> list[Row]:
-    """Rows of prompts for which the same session has both baselines; a killed session may lack them."""
+    """Return the rows of prompts for which their session has both baselines; a killed session may lack them."""
     rows = list(rows)
     plain, same = (_of(rows, each) for each in BASELINES)
     return [row for row in rows if _moment(row) in plain.keys() & same.keys()]
@@ -73,12 +73,12 @@ def _of(rows: Iterable[Row], contestant: Contestant) -> dict[Moment, Row]:
 
 
 def _moment(row: Row) -> Moment:
-    """Key of generations that are compared: same set, prompt, temperature and session."""
+    """Key of generations that can be compared: their set, prompt, temperature and session."""
     return row["set"], row["prompt"], row["temperature"], row["session"]
 
 
 def _over(rows: Iterable[Row], others: Mapping[Moment, Row]) -> list[float] | None:
-    """The median ratio of speeds to the rows of `others` at the same moments, with its interval; `None` if empty."""
+    """Median ratio of the rows' speeds to those of `others` at the same `_moment`, with interval; `None` if empty."""
     ratios = _ratios(rows, others)
     return list(median_of_ratios(ratios)) if ratios else None
 
@@ -111,7 +111,7 @@ def _measures(rows: list[Row]) -> Row:
 
 
 def best_of_families(summary: Iterable[Row]) -> list[Row]:
-    """The fastest row of each family. `summary`: rows of one set and temperature, the fastest first."""
+    """Return the fastest row of each family. `summary`: rows of one set and temperature, the fastest first."""
     best: dict[str, Row] = {}
     for row in summary:
         best.setdefault(row["family"], row)
@@ -119,20 +119,20 @@ def best_of_families(summary: Iterable[Row]) -> list[Row]:
 
 
 def overall(summary: Sequence[Row], temperature: float) -> list[Row]:
-    """The rows for all sets together (or the only set) at a temperature."""
+    """Return the rows for all sets together (or the only set) at a temperature."""
     sets = {row["set"] for row in summary if not row["batch"]}
     wanted = ALL if ALL in sets else next(iter(sets), None)
     return [row for row in summary if row["set"] == wanted and row["temperature"] == temperature]
 
 
 def busy_elsewhere(rows: Sequence[Row]) -> float:
-    """Median over runs of the processors that other processes used; 0 if at most 0.1 or unknown."""
+    """Return the median over runs of the processors that other processes used; 0 if at most 0.1 or unknown."""
     busy = median([row["others"] for row in rows if row["others"] is not None] or [0.0])
     return busy if busy > BUSY else 0.0
 
 
 def speed_table(summary: Iterable[Row], facts: Row) -> Row:
-    """The speeds of single prompts for a model card, with `facts`. `speedup`: ratio to plain generation."""
+    """Return the speeds of single prompts for a model card, with `facts`. `speedup`: ratio to plain generation."""
     fields = ("set", "temperature", "contestant", "tokens_per_second", "tokens_per_pass", "prompts")
     rows = []
     for row in (row for row in summary if not row["batch"]):
@@ -164,13 +164,13 @@ def verdict_of(rows: Sequence[Row]) -> str:
 
 
 def too_close(rows: Sequence[Row]) -> list[Row]:
-    """The first row, which is the fastest, and all rows whose intervals overlap with that of the first."""
+    """Return the first row, the fastest, and all rows whose intervals overlap with that of the first."""
     return [row for row in rows if row["plain"][2] >= rows[0]["plain"][1]]
 
 
 def next_step(rows: Sequence[Row], contestants: Sequence[Contestant], assistant: SpecDecPPAssistant) -> str:
-    """Code that selects the fastest contestant of this package, or advice if none is faster than plain generation. Of
-    contestants with overlapping intervals, the one with most tokens per second is selected."""
+    """Return code that selects the fastest contestant of this package, or advice if none is faster than plain
+    generation. Of contestants with overlapping intervals, the one with most tokens per second is selected."""
     by_name = {each.name: each for each in contestants}
     ours = [row for row in rows if by_name[row["contestant"]].ours]
     if not ours or ours[0]["plain"][0] < PAYS:
@@ -184,7 +184,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _instead(assistant: SpecDecPPAssistant, looked_up: bool) -> str:
-    """Advice if no contestant of this package is faster than plain generation."""
+    """Advice if no contestant of this package is faster than plain generation. `looked_up`: if lookups were timed."""
     setup = assistant.setup()
     if "training" in setup.remedies:
         return (

@@ -104,12 +104,12 @@ def read_released_head(folder: Path) -> AcceptanceHead:
 
 
 def _released(name: str, depth: int) -> str:
-    """The name of a tensor in the released format, given `depth` blocks: "blocks.0.x" is "model.0.x" there."""
+    """The released format's name of a tensor of a head with `depth` blocks: "model.0.x" for our "blocks.0.x"."""
     return name.replace("blocks.", "model.").replace("output.", f"model.{depth}.")
 
 
 def _read_sizes(path: Path) -> tuple[int, int]:
-    """`hidden_size` and `num_layers` in the config of a released head. `ValueError` if they are invalid."""
+    """Return `hidden_size` and `num_layers` of the config of a released head. `ValueError` if they are invalid."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing, which has the head's size. Download the whole repository.")
     config = files.read_json(path, files.MOST_CONFIG_BYTES)

@@ -78,9 +78,9 @@ def export(
 
 
 def draft_length(config: SpecDecPPConfig) -> tuple[int, str]:
-    """The number of candidates per round, and a clause with the reason: the length of the rule `"fixed"`; for other
-    rules the k with the least time per token, (1 + 0.2 k) / (1 + a + ... + a^k), if training measured the acceptance a
-    of a candidate; otherwise 3."""
+    """Return the number of candidates per round for other engines, and a clause with the reason: the length of the rule
+    `"fixed"`; for other rules the k with the least time per token, (1 + 0.2 k) / (1 + a + ... + a^k), if training
+    measured the acceptance a of a candidate; otherwise 3."""
     speculation, rates = SpeculationConfig.from_dict(config.speculation), config.acceptance_by_rank
     if speculation.rule == "fixed" and not speculation.draws_trees:
         return speculation.num_tokens, "the length of its rule"
@@ -91,8 +91,8 @@ def draft_length(config: SpecDecPPConfig) -> tuple[int, str]:
 
 
 def check(to: str, commands: list[str], folder: Path) -> str:
-    """If `to` is vLLM, and it is installed, let it read the configs of target and draft (in `folder`, renamed later).
-    Returns a sentence on the result. Raises vLLM's error if vLLM refuses them, usually a `ValueError`."""
+    """If `to` is vLLM, and it is installed, let it read the configs of the target and of the draft in `folder`. Returns
+    a sentence on the result. Raises vLLM's error if vLLM refuses them, usually a `ValueError`."""
     if to != "vllm" or find_spec("vllm") is None:
         return f"The loader of {ENGINES[to]} has not read the files: it is not installed here, or needs them converted."
     from vllm.engine.arg_utils import EngineArgs
@@ -103,8 +103,8 @@ def check(to: str, commands: list[str], folder: Path) -> str:
 
 
 def write_script(to: str, commands: list[str], folder: Path) -> None:
-    """Write the commands into the executable file `serve.sh`, which changes to the present working directory, skips
-    conversions whose result exists, and passes its arguments on to the server."""
+    """Write the commands of the engine `to` into the executable file `serve.sh`, which changes to the present working
+    directory, skips conversions whose result exists, and passes its arguments on to the server."""
     path, (*conversions, server) = folder / "serve.sh", commands
     lines = ["#!/bin/sh", f"# {ENGINES[to]} serves this draft.", "set -e", f"cd {shlex.quote(str(Path.cwd()))}"]
     lines += [f"[ -e {shlex.quote(shlex.split(each)[-1])} ] || {each}" for each in conversions]

@@ -36,7 +36,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 @dataclass
 class FileReport:
-    """A file with a description of its content, or its problem (`None` for a sound file)."""
+    """A file's name, and a description of its content or of its problem (`None` for a sound file)."""
 
     name: str
     content: str = ""
@@ -63,7 +63,7 @@ class RepositoryReport:
 
 
 def inspect(repository: Repository) -> RepositoryReport:
-    """Load the files of an assistant or a draft, but no pickles, code or other models; `FileNotFoundError` if none."""
+    """Check files of an assistant or a draft; opens no pickles, code or other models. `FileNotFoundError` if none."""
     folder = repository.folder(PATTERNS)
     if not any((folder / name).is_file() for name in (CONFIG, *FILES)):
         raise FileNotFoundError(f"{repository.full_name!r} has no {CONFIG}: it is neither an assistant nor a draft.")
@@ -88,8 +88,8 @@ def inspect(repository: Repository) -> RepositoryReport:
 
 
 def check_draft(repository: Repository, target_id: str, revision: str | None = None) -> str:
-    """Sentences on how often a published draft's likeliest tokens agree with the target. `ValueError` if the repository
-    has no published draft, or the draft does not fit the target."""
+    """Return sentences on how often a published draft's likeliest tokens agree with those of the target. `ValueError`
+    if the repository has no published draft, or the draft does not fit the target."""
     config = load_config(repository)
     kind = kind_of(config)
     if not isinstance(kind, PublishedKind) or config.draft_id is None:
@@ -106,7 +106,7 @@ def check_draft(repository: Repository, target_id: str, revision: str | None = N
 
 
 def _check(report: RepositoryReport, folder: Path, name: str, read: Callable[[], Any]) -> None:
-    """Add a file to the report, with a description of the result of `read`, or its error."""
+    """Add a file to the report, described by the result of `read`, or with its error as the problem."""
     file = FileReport(name)
     report.files.append(file)
     try:
@@ -122,7 +122,7 @@ def _check(report: RepositoryReport, folder: Path, name: str, read: Callable[[],
 
 
 def _promised(report: RepositoryReport, here: Repository) -> dict[str, Callable[[], Any]]:
-    """Functions that read the files which the config names, by file name."""
+    """Return by file name functions that read the files which the config names."""
     config, folder = report.config or SpecDecPPConfig(), Path(here.name)
     kind, found = kind_of(config), dict[str, Callable[[], Any]]()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Published:
-    """A draft on the Hub, and a figure from `source`, if there is one: tokens per pass, or the speedup.
+    """A draft on the Hub for a target, its `form`, such as "EAGLE-3 draft", and the figure that `source` gives, if any.
 
     If `file` is "pickle", convert the draft first: `specdecpp inspect DRAFT --convert FOLDER`.
     """
@@ -26,7 +26,7 @@ class Published:
 
     @property
     def measured(self) -> str:
-        """The figure as text, such as "3.72 tokens a pass (MT-bench)"; empty if no figure was published."""
+        """The figure as text, such as "3.72 tokens a pass (MT-bench)"; empty if none was published."""
         if self.measured_on is None:
             return ""
         figure = f"{self.speedup} times the speed" if self.speedup else f"{self.tokens_per_pass} tokens a pass"
@@ -35,21 +35,21 @@ class Published:
 
 @cache
 def table() -> tuple[Published, ...]:
-    """All published drafts, those of a target together in this order: drafts that one source compared, the best first;
-    other drafts with a figure, which is not comparable; drafts without a figure."""
+    """Return all published drafts, those of a target together in this order: drafts that one source compared, the best
+    first; other drafts with a figure, which is not comparable; drafts without a figure."""
     rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     return tuple(Published(**row) for row in rows)
 
 
 def published(target: str) -> list[Published]:
-    """The drafts for `target`, a Hub id or a folder such as `models/Qwen3-8B`, in the order of `table`."""
+    """Return the drafts for `target`, a Hub id or a folder such as `models/Qwen3-8B`, in the order of `table`."""
     name = target.rstrip("/").lower()
     wanted = name if name in {each.target.lower() for each in table()} else Path(name).name
     return [each for each in table() if wanted in (each.target.lower(), each.target.lower().split("/")[1])]
 
 
 def advice(target: str) -> str | None:
-    """A line that names the best of the drafts for `target` that need no conversion; `None` if there is none."""
+    """Return a line that names the best draft for `target` which needs no conversion; `None` if there is none."""
     best = next((each for each in published(target) if each.file == "safetensors"), None)
     if best is None:
         return None

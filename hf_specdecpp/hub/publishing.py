@@ -47,7 +47,7 @@ class Contents:
     calibration: dict[str, list[float]] | None = None
 
     def described(self) -> SpecDecPPConfig:
-        """The config for `config.json` of the repository."""
+        """Return the config for `config.json` of the repository."""
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
         parts, kind = self.parts, kind_of(config)
@@ -63,7 +63,7 @@ class Contents:
 
 
 def save(contents: Contents, folder: Path) -> None:
-    """Write a repository; an existing `README.md` is kept. `ValueError` if the draft is a model without a name."""
+    """Write the repository; an existing `README.md` is kept. `ValueError` if the draft is a model without a name."""
     config = contents.described()
     kind = kind_of(config)
     if kind.is_named and config.draft_id is None:
@@ -127,7 +127,7 @@ def push(
 def make_card(
     config: SpecDecPPConfig, head: AcceptanceHead | None, training: dict[str, Any] | None = None
 ) -> ModelCard:
-    """The model card for a config (as stored) and a head. `training`: `training.card.results` of the training run."""
+    """Make the card of an assistant from its config (as stored) and head. `training`: `training.card.results`."""
     ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     bases = [Repository(name).name for name in ids]
     sets = {} if training is None else training["evaluation"]["sets"]
@@ -166,7 +166,7 @@ def no_id(name: str | None) -> bool:
 
 
 def opening(speed: dict[str, Any] | None) -> str:
-    """The first paragraph of a card, with the speed-up that `specdecpp bench --card` has measured, if any."""
+    """Return a card's first paragraph, with the speed-up that `specdecpp bench --card` has measured, if any."""
     by = "(speculative decoding with [hf_specdecpp](https://pypi.org/project/hf-specdecpp/))"
     rows = speed["rows"] if speed else []
     rows = [row for row in rows if (row["set"], row["temperature"]) == (rows[0]["set"], rows[0]["temperature"])]
@@ -189,7 +189,7 @@ def opening(speed: dict[str, Any] | None) -> str:
 
 
 def unhelped(training: dict[str, Any] | None) -> list[str]:
-    """Sentences for the card if training did not improve the draft or the head on the held-out prompts."""
+    """Return sentences for the card if training did not improve the draft or the head on held-out prompts."""
     if training is None:
         return []
     found, drafted = [], training["distillation"] or {}
@@ -216,7 +216,7 @@ def unhelped(training: dict[str, Any] | None) -> list[str]:
 
 
 def too_rarely_accepted(evaluation: dict[str, Any]) -> str | None:
-    """A sentence for the card if the held-out acceptance is too low for a speed-up; otherwise `None`."""
+    """Return a sentence for the card if the held-out acceptance is too low for a speed-up; otherwise `None`."""
     accepted = next(iter(evaluation["sets"]["heldout"].values()))["mean_acceptance"]
     if accepted >= LEAST_ACCEPTANCE:
         return None
@@ -227,14 +227,14 @@ def too_rarely_accepted(evaluation: dict[str, Any]) -> str | None:
 
 
 def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
-    """A number as text for a table: `0.1234` is "0.123", or "12 %" with `percent`; "–" for `None` and NaN."""
+    """Format a number: `0.1234` as "0.123" (3 `digits`), or as "12 %" with `percent`; `None` and NaN as "–"."""
     if value is None or not math.isfinite(value):
         return NONE
     return f"{100 * value:.0f} %" if percent else f"{value:,.{digits}f}"
 
 
 def _eval_results(reports: list[tuple[str, str, dict[str, Any]]]) -> Iterator[EvalResult]:
-    """The model-index of a card: acceptance, AUC, ECE and binary KL of each (set, temperature, report), if finite."""
+    """A card's model-index: acceptance, AUC, ECE and binary KL of each (set, temperature, report), where finite."""
     for name, temperature, report in reports:
         measured = {"mean_acceptance": report["mean_acceptance"], **report["estimators"]["head"]}
         for metric in ("mean_acceptance", "auc", "ece", "binary_kl"):

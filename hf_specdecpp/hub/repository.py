@@ -34,8 +34,8 @@ AUTO_KWARGS = ("config", "trust_remote_code", "adapter_kwargs", "_from_auto", "_
 
 
 def load_config(repository: Repository) -> SpecDecPPConfig:
-    """The config of an assistant or of a published draft, with its repository and commit. `ValueError` if `config.json`
-    is damaged, of a newer format, or describes neither."""
+    """Return the config of an assistant or of a published draft, with its repository and commit. `ValueError` if
+    `config.json` is damaged, of a newer format, or describes neither."""
     path = repository.file(CONFIG)
     kind, raw = read_config(path)
     commit = repository.commit(path)
@@ -51,8 +51,8 @@ def load_parts(
     draft: CausalLM | str | Path | None = None,
     target: CausalLM | None = None,
 ) -> tuple[AcceptanceHead | None, Parts]:
-    """The head (or `None`), and the parts of the draft that the config names. `draft`: a copy of the model that the
-    config names. Errors as in the functions below; a published draft that does not fit `target` raises `ValueError`
+    """Return the head (or `None`), and the parts of the draft that the config names. `draft`: a copy of the model that
+    the config names. Errors as in the functions below; a published draft that does not fit `target` raises `ValueError`
     before its weights are read."""
     kind = kind_of(config)
     if draft is not None and not kind.is_named and config.draft_id is None:  # the config names no model
@@ -64,14 +64,14 @@ def load_parts(
 
 
 def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) -> Path:
-    """The folder of an adapter. `OSError` if a file is missing, `ValueError` if damaged. A pickle is never read."""
+    """Return an adapter's `folder` (`None`: the top). `OSError` if a file is missing, `ValueError` if damaged."""
     paths = [repository.file(f"{folder}/{name}" if folder else name) for name in ADAPTER_FILES]
     load_tensors(paths[1])
     return paths[0].parent
 
 
 def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead:
-    """The acceptance head that `config.head` describes. `ValueError` if there is none, or its weights do not fit."""
+    """Load the acceptance head that `config.head` describes. `ValueError` if there is none, or weights do not fit."""
     if config.head is None:
         raise ValueError(f"{repository.name!r} has no acceptance head, says its {CONFIG}. Name a repository with one.")
     hint = (
@@ -82,7 +82,7 @@ def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead
 
 
 def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHead:
-    """The head with the `arguments` of `AcceptanceHead` and the weights in `path`; see `read_module`."""
+    """Load a head, given the `arguments` of `AcceptanceHead` and the file of its weights; see `read_module`."""
     with as_described("acceptance head"):
         check_arguments(AcceptanceHead.__init__, arguments)  # first, so that `calibration` is a dict below
         for each in (arguments.get("calibration") or {}).values():
@@ -91,7 +91,7 @@ def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHea
 
 
 def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
-    """The token ids `[draft_vocab_size]` that the draft may propose. `ValueError` if the file is damaged."""
+    """Load the token ids `[draft_vocab_size]` that the draft may propose. `ValueError` if the file is damaged."""
     hint = f"{CONFIG} has draft_vocab_size={config.draft_vocab_size}. Download or save both files again."
     path = repository.file(DRAFT_VOCAB)
     token_ids = load_strict(path, {"token_ids": [config.draft_vocab_size or 0]}, hint)["token_ids"]
@@ -102,7 +102,7 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
 
 
 def read_config(path: Path) -> tuple[DraftKind, dict[str, Any]]:
-    """The kind of draft that a `config.json` describes, and the parsed file. `ValueError` if it describes none."""
+    """Return the kind of draft that a `config.json` describes, and the parsed file. `ValueError` if there is none."""
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or (kind := recognise(config)) is None:
         if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
@@ -116,7 +116,7 @@ def read_config(path: Path) -> tuple[DraftKind, dict[str, Any]]:
 
 
 class DraftTokenizer(PreTrainedTokenizerFast):
-    """Loads the tokenizer of the draft or target for pipelines, which look for one in the assistant's repository."""
+    """Loads the draft's (or target's) tokenizer for pipelines, which look for one in the assistant's repository."""
 
     @classmethod
     def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -67,8 +67,8 @@ class NgramCorrections:
 
     @torch.no_grad()
     def record(self, contexts: Tensor, logits: Tensor) -> None:
-        """Record the target's `logits` `[n, num_ids]`, before processors, after `contexts` `[n, ORDERS]`
-        (`contexts_of`), the oldest first. NaN counts as probability 0."""
+        """Record the target's `logits` `[n, num_ids]`, before processors. Row i follows the tokens in row i of
+        `contexts` `[n, ORDERS]` (`contexts_of`); later rows are newer. NaN counts as probability 0."""
         p, ids = logits.float().softmax(-1).topk(self.ids.shape[1])
         p, ids = p.to(self.probs).nan_to_num(0.0), ids.to(self.ids)
         places, keys = self._places(contexts)
@@ -76,8 +76,8 @@ class NgramCorrections:
             self._learn(places[rows], keys[rows], ids[rows], p[rows])
 
     def _learn(self, places: Tensor, keys: Tensor, ids: Tensor, p: Tensor) -> None:
-        """Measure the accuracy of r, then update the entries at `places` `[n, ORDERS]`, which must differ.
-        `keys`: `[n, ORDERS]`, of the contexts; `ids`, `p`: `[n, k]`, the likeliest successors."""
+        """Measure the accuracy of r, then update the entries at `places` `[n, ORDERS]`, which must differ. `keys`: `[n,
+        ORDERS]`, of the contexts; `ids`, `p`: `[n, k]`, the likeliest successors and their probabilities."""
         is_known = self.keys[places] == keys
         order, r_ids, r = self._known(places, is_known)
         largest, first = r.max(-1)
@@ -111,15 +111,15 @@ class NgramCorrections:
         return torch.cat((keys[:, :1], hashed), dim=-1), keys
 
     def _known(self, places: Tensor, is_known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Length `[n]` of the longest known part of each context (0: none), and r after it: ids and probabilities
-        `[n, k]`."""
+        """Return the length `[n]` of contexts' longest known parts (0: none), and r after these: ids and probabilities
+        `[n, k]`. Given `_places` of the contexts, and whether these entries are theirs, `[n, ORDERS]`."""
         order = (is_known * self._lengths).amax(-1)
         # A context without a known part uses the entry of its last token, whose probabilities are all 0.
         at = places.gather(1, (order - 1).clamp_min(0)[:, None])[:, 0]
         return order, self.ids[at].long(), self.probs[at]
 
     def mixed(self, contexts: Tensor, scores: Tensor, greedy: bool) -> Tensor:
-        """Logits `[n, vocab]` after contexts `[n, ORDERS]` whose softmax is proportional to `(1 - w) * q + w * r`.
+        """Return logits `[n, vocab]` after contexts `[n, ORDERS]`, with softmax proportional to `(1 - w) * q + w * r`.
 
         q is the softmax of `scores` `[n, vocab]`, and r the stored probabilities of the longest known part of the
         context; without one, q is unchanged. Let t be the largest probability of q, and m the measured accuracy of r's
@@ -146,7 +146,7 @@ class NgramCorrections:
 
 
 class MixedProcessing(Processing):
-    """A draft's logits processors, before which the logits are divided by a temperature and mixed with the target's
+    """A draft's logits processors, called after the logits were divided by a temperature and mixed with the target's
     latest distributions. Tokens that processors exclude stay excluded."""
 
     def __init__(
@@ -171,7 +171,7 @@ class MixedProcessing(Processing):
 
 
 def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """The last `ORDERS` tokens of a sequence `[1, length]` followed by each of n paths, `[n, ORDERS]` on the host.
+    """Last `ORDERS` tokens of the sequence `[1, length]` followed by each of n paths: `[n, ORDERS]` on the host.
 
     Example: the sequence 4 5 and the paths [], [6] and [6, 7, 8] give [`NO_TOKEN`, 4, 5], [4, 5, 6] and [6, 7, 8].
     """
@@ -185,7 +185,7 @@ def _odds(chance: Tensor) -> Tensor:
 
 
 def _bucket(order: Tensor, largest: Tensor) -> Tensor:
-    """Index of the accuracy of r, by length of the known context and largest probability."""
+    """Index of r's accuracy, by length of the known context (`order`) and largest probability of r."""
     return order * BUCKETS + (largest * BUCKETS).long().clamp_max(BUCKETS - 1)
 
 

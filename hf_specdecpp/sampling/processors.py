@@ -22,8 +22,8 @@ FORBIDDEN, MOST_TOP_K = float("-inf"), 1024  # the largest k for which scores ar
 
 
 class Warpers(LogitsProcessor):
-    """Temperature, top-k, top-p and min-p with numbers in a tensor, so that a CUDA graph can apply other numbers of the
-    same kind, by row of a batch, without another capture. Gives the same scores as transformers' processors.
+    """Temperature, top-k, top-p and min-p with their numbers in a tensor: a CUDA graph can use other numbers of the
+    same `kind`, for each row of a batch, without another capture. The scores equal those of transformers' processors.
 
     Attributes:
         numbers: `[rows, 4]` float32: temperature, k, 1 - p, min-p; row i for the i-th of `rows` equal parts of scores.
@@ -107,12 +107,12 @@ OWNERS = {"transformers", __name__.partition(".")[0]}
 
 
 def name_of(processor: object) -> str:
-    """Module and class of a processor or criterion: several libraries have a `LogitsProcessor`."""
+    """Module and class name of a processor or criterion: several libraries have a `LogitsProcessor`."""
     return f"{type(processor).__module__}.{type(processor).__name__}"
 
 
 def class_of(each: object) -> type | None:
-    """The class of a processor or criterion of transformers or this package; `None` if other code is called."""
+    """The class of a processor or criterion if calls run code of transformers or this package, else `None`."""
     known = getattr(type(each).__call__, "__globals__", {})  # names are unreliable: `functools.wraps` copies them
     return type(each) if known.get("__name__", "").partition(".")[0] in OWNERS else None
 
@@ -131,8 +131,8 @@ def reads_prefix_only(processor: Any) -> bool:
 
 
 def remembers(processor: object) -> bool:
-    """Whether a processor or a criterion may remember earlier calls. `prefix_allowed_tokens_fn` is excluded: it gets
-    the row's number and sequence."""
+    """Whether a processor or a criterion may remember earlier calls. Not so for any `prefix_allowed_tokens_fn`, which
+    gets the row's number and sequence."""
     return not reads_prefix_only(processor) and class_of(processor) is not PrefixConstrainedLogitsProcessor
 
 
@@ -147,14 +147,14 @@ class InOrder(LogitsProcessor):
 
 
 def in_order(processors: Sequence[LogitsProcessor], criteria: Sequence[Any] = ()) -> list[LogitsProcessor]:
-    """Wrap processors in `InOrder` unless they are `KNOWN`; all of them if a criterion does not read the prefix only,
-    since it could change a processor's penalty from token to token."""
+    """Return the processors, those not `KNOWN` wrapped in `InOrder`. All are wrapped if a criterion does not read the
+    prefix only, since it could change a processor's penalty from token to token."""
     asked = KNOWN if all(map(reads_prefix_only, criteria)) else frozenset()
     return [each if class_of(each) in asked else InOrder(each) for each in processors]
 
 
 class OfRow(LogitsProcessor):
-    """A `KNOWN` processor of a batch, called for one of its sequences.
+    """A `KNOWN` processor of a batch, called for the sequence of one row.
 
     Some have a number for each row, such as where the padding of `repetition_penalty` ends. So the sequence is repeated
     in every row, and only this row of the result is used.
@@ -171,7 +171,7 @@ class OfRow(LogitsProcessor):
 
 
 def for_row(processors: Sequence[LogitsProcessor], row: int, rows: int) -> list[LogitsProcessor]:
-    """A batch's processors for one of its rows. Those not `KNOWN` are in `InOrder`, called for all rows at once."""
+    """A batch's processors for one row: wrapped in `OfRow` if they read tokens, in `InOrder` if not `KNOWN`."""
     as_they_are = (*PREFIX_FREE, InOrder)
     return [each if isinstance(each, as_they_are) else OfRow(each, row, rows) for each in in_order(processors)]
 
@@ -182,8 +182,8 @@ def _of_all_rows(processor: Any) -> Any:
 
 
 def _ignored(processor: Any) -> Any:
-    """Number of first tokens that a penalty ignores in the processor's row, as an `int` or 0-d tensor; `None` if it
-    ignores none."""
+    """Number of the row's first tokens that a penalty ignores, as an `int` or 0-d tensor; `None` for other processors
+    and penalties that ignore none."""
     processor, row = (processor.processor, processor.row) if isinstance(processor, OfRow) else (processor, 0)
     ignored = getattr(processor, "prompt_ignore_length", None)
     if class_of(processor) not in ASKS_WHICH or not isinstance(ignored, int | Tensor):
@@ -215,11 +215,11 @@ class Processing:
         self.answers_all = all(class_of(_of_all_rows(each)) in KNOWN for each in self.processors)
 
     def for_graphs(self) -> Processing:
-        """With only those processors that CUDA graphs can run. No penalty may ignore tokens (`together`)."""
+        """Return those of the processors that CUDA graphs can run. Penalties must ignore no tokens (see `together`)."""
         return Processing([each for each in self.processors if class_of(each) in KEEPS_SOME])
 
     def with_contents(self) -> Processing:
-        """With a `Warpers` in place of each run of consecutive `WARPERS`, whose numbers are then in a tensor."""
+        """Return these processors, with a `Warpers` (numbers in a tensor) for each run of consecutive `WARPERS`."""
         found: list[Any] = []
         runs: list[Any] = []
         for each in self.processors:
@@ -232,27 +232,27 @@ class Processing:
         return Processing([Warpers(each) if isinstance(each, list) else each for each in found])
 
     def for_draft(self) -> Processing:
-        """Without the processors that must not be called for candidates; `KNOWN` ones in `InOrder` are unwrapped."""
+        """Return those that may be called for candidates: with `reads_prefix_only`, or `KNOWN` ones in `InOrder`."""
         inner = [each.processor if isinstance(each, InOrder) else each for each in self.processors]
         pairs = zip(self.processors, inner, strict=True)
         return Processing([own for each, own in pairs if class_of(own) in KNOWN or reads_prefix_only(each)])
 
     def cooled(self, temperature: float) -> Processing:
-        """With a temperature before all other processors."""
+        """Return these processors after a division of the scores by `temperature`."""
         return Processing([logits_process.TemperatureLogitsWarper(temperature), *self.processors])
 
     def together(self) -> Processing:
-        """For all sequences of a batch at once. Penalties ignore no tokens, so sequences must be those of `shown`."""
+        """Return processors for all rows of a batch at once. They ignore no tokens, so pass the tokens of `shown`."""
         processors = [(_of_all_rows(each), _ignored(each)) for each in self.processors]
         return Processing([each if left is None else type(each)(each.penalty) for each, left in processors])
 
     def can_show(self, length: int) -> bool:
-        """Whether `shown` can replace ignored ones among `length` tokens by the last, which no penalty may ignore."""
+        """Whether `shown` works for a sequence of this length: no penalty may ignore its last token."""
         return all(int(ignored) < length for ignored in map(_ignored, self.processors) if ignored is not None)
 
     def shown(self, text: Tensor) -> Tensor:
-        """The sequence `[1, length]` with its last token in place of tokens that a penalty ignores: `[[0, 0, 5, 6]]`
-        with two ignored tokens becomes `[[6, 6, 5, 6]]`."""
+        """Return the sequence `[1, length]` with its last token in place of those that a penalty ignores, so that the
+        penalty need not ignore any: `[[0, 0, 5, 6]]` with two ignored tokens becomes `[[6, 6, 5, 6]]`."""
         places = torch.arange(text.shape[1], device=text.device)
         for ignored in map(_ignored, self.processors):
             if ignored is not None:
@@ -260,19 +260,19 @@ class Processing:
         return text
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
-        """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""
+        """Process scores `[vocab]` for the token after `input_ids` `[1, length]` and `candidates`."""
         prefix = input_ids if self.prefix_free or not len(candidates) else extend(input_ids, candidates)
         return self._apply(prefix, scores[None])[0]
 
     def of_nodes(self, scores: Tensor, texts: Tensor | None) -> Tensor:
-        """Process `scores` `[rows, n, vocab]` without reads by the host. `texts`: `[rows, n, length]`, the prefix of
-        each position; `None` if no processor depends on the tokens."""
+        """Process scores `[rows, n, vocab]` without reads by the host. `texts`: `[rows, n, length]`, the tokens before
+        each position; `None` if no processor depends on them."""
         rows = scores.flatten(0, 1)
         before = rows.new_zeros((len(rows), 1), dtype=torch.long) if texts is None else texts.flatten(0, 1)
         return self._apply(before, rows).view_as(scores)
 
     def after_each(self, input_ids: Tensor, paths: Sequence[list[int]], scores: Tensor) -> Tensor:
-        """Process `scores` (`[n, vocab]`): row i follows `input_ids` (`[1, length]`) and the candidates `paths[i]`."""
+        """Process scores `[n, vocab]`; row i follows `input_ids` `[1, length]` and the candidates `paths[i]`."""
         if self.prefix_free:
             return self._apply(input_ids, scores)
         lengths = [len(path) for path in paths]
@@ -288,7 +288,7 @@ class Processing:
 
 
 def extend(input_ids: Tensor, candidates: Tokens) -> Tensor:
-    """`input_ids` `[1, length]` followed by k candidates, `[1, length + k]`."""
+    """Return `input_ids` `[1, length]` followed by k candidates, `[1, length + k]`."""
     if not isinstance(candidates, Tensor) and len(candidates) and isinstance(candidates[0], Tensor):
         candidates = torch.stack(list(candidates))  # type: ignore[arg-type]  # all are
     return torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)

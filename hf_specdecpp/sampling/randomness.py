@@ -1,4 +1,4 @@
-"""All random decisions of speculative decoding, so that a test can enumerate the outcomes of each."""
+"""The random decisions of speculative decoding (`Randomness`), so that a test can enumerate the outcomes of each."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ class NothingToDrawError(RuntimeError):
 
 
 class Randomness(Protocol):
+    """Source of all random decisions: `TorchRandomness`, or one of a test that enumerates the outcomes."""
+
     def categorical(self, probs: Tensor) -> Tensor:
-        """An index (0-d int64) drawn with probabilities `probs` (`[n]`, need not sum to exactly 1). If all are 0 or one
-        is NaN, `NothingToDrawError` on a CPU, and any index elsewhere."""
+        """Draw an index (0-d int64) with probabilities `probs` (`[n]`, need not sum to exactly 1). If all are 0 or one
+        is NaN, raises `NothingToDrawError` on a CPU, and returns any index elsewhere."""
 
     def bernoulli(self, probability: float) -> bool:
         """True with this probability."""
 
     def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
-        """The index i of the last test that passes, and an index drawn from row i of `weights`, with one read from the
-        device. `NothingToDrawError` if no index can be drawn.
+        """Return the index i of the last test that passes, and an index drawn from row i of `weights`, with one read
+        from the device. `NothingToDrawError` if no index can be drawn.
 
         Args:
             tests: `[n]`, the probability with which each test passes. If none passes, i is 0.
@@ -41,7 +43,7 @@ class Randomness(Protocol):
         """
 
     def siblings(self, q: Tensor) -> Siblings:
-        """Draws without replacement from each row of `q` (`[n, vocab]`), which may be overwritten."""
+        """Prepare draws without replacement from each row of `q` `[n, vocab]`, which may be overwritten."""
 
 
 def waits_for_reads(device: torch.device) -> bool:
@@ -62,7 +64,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 def exponential(*shape: int, device: torch.device) -> Tensor:
-    """Independent exponential numbers above 0: the index of the largest w_i / E_i is drawn in proportion to w."""
+    """Independent positive exponential numbers E: the largest w_i / E_i is at i with probability w_i / sum(w)."""
     times = torch.empty(shape, dtype=torch.float32, device=device).exponential_()
     return times.clamp_min_(torch.finfo(times.dtype).tiny)
 
@@ -102,7 +104,7 @@ class TorchRandomness:
         return (weights / self._times(weights[None] if weights.dim() == 1 else weights)[0]).max(-1)
 
     def _times(self, like: Tensor) -> Tensor:
-        """A positive exponential number for each element of `like` `[n, size]`, made in advance for several draws."""
+        """Return exponential numbers, one for each element of `like` `[n, size]`; made in advance for several draws."""
         count, size = like.shape
         if self._used + count > len(self._ahead) or (size, like.device) != (self._ahead.shape[1], self._ahead.device):
             self._ahead, self._used = exponential(max(count, DRAWS_AHEAD), size, device=like.device), 0
@@ -135,23 +137,22 @@ BLOCK = 256  # tokens in a block of `Likeliest` and `Inverted`
 
 
 class Siblings(Protocol):
-    """Draws from the rows of q `[n, vocab]`."""
+    """Tokens drawn one after another from each row of q `[n, vocab]`, none of them twice."""
 
     def draw_next(self, row: int) -> tuple[int, float] | None:
-        """The next token drawn from a row, with its original probability in the row; `None` if no token is left."""
+        """Return the next token of a row and its probability in q; `None` if no token with q above 0 is left."""
 
 
 def likeliest(q: Tensor) -> Siblings:
-    """The draft's tokens in descending order of probability, for greedy targets. `q` may be overwritten."""
+    """Tokens of each row of `q` `[n, vocab]` by descending probability, for greedy targets. `q` may be overwritten."""
     return Likeliest(q) if q.device.type == "cpu" else Ranked(q, q)
 
 
 class Ranked:
-    """Tokens by descending `keys` `[n, vocab]`, none with key 0 or nan. Overwrites `keys`, which may be `q`.
+    """`Siblings` by descending `keys` `[n, vocab]`, none with key 0 or nan. Overwrites `keys`, which may be `q`.
 
-    With keys = q these are the likeliest. With keys = q / E, E independent exponential numbers, they are drawn without
-    replacement: token i fires at time E_i / q_i, and the next to fire is i with probability proportional to q_i. One
-    transfer from the device serves many draws.
+    With keys = q these are the likeliest. With keys = q / E, E exponential numbers, they are drawn without replacement:
+    token i fires at time E_i / q_i, so it is the next to fire in proportion to q_i. Fetches several at once.
     """
 
     def __init__(self, q: Tensor, keys: Tensor, ahead: int = 8) -> None:
@@ -182,7 +183,7 @@ class Ranked:
 
 
 class Likeliest:
-    """Tokens by descending probability, none of probability 0: first finds the block with the largest maximum.
+    """`Siblings` by descending probability: the next is in the block of tokens with the largest maximum.
 
     On a CPU this is many times faster than sorting. Overwrites `q` `[n, vocab]`, as `Inverted` does.
     """
@@ -205,7 +206,7 @@ class Likeliest:
 
 
 class Inverted:
-    """Draws without replacement by inverting cumulative sums, first of blocks of tokens, then within the block.
+    """`Siblings` drawn by inverting cumulative sums of q, first those of blocks of tokens, then those within the block.
 
     On a CPU this is many times faster than a random number for every token. A drawn token's probability is set to zero
     in `q`, which is overwritten, and its block is summed again, so that no error accumulates.
@@ -230,7 +231,7 @@ class Inverted:
 
 
 def _by_block(q: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """`[n, blocks]`: maximum or sum of each block of `q` `[n, vocab]`, including a shorter last one."""
+    """Return `[n, blocks]`: maximum or sum of each block of `q` `[n, vocab]`, the last of which may be shorter."""
     whole = q.shape[-1] // BLOCK * BLOCK
     reduced = reduce(q[:, :whole].unflatten(-1, (-1, BLOCK)), -1)
     return torch.cat((reduced, reduce(q[:, None, whole:], -1)), dim=-1) if whole < q.shape[-1] else reduced

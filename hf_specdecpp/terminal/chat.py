@@ -88,11 +88,11 @@ class Chat:
                 self.answer(message)
 
     def say(self, text: str, style: str = "") -> None:
-        """Print text without markup and control characters, which names and generated text may contain."""
+        """Print text without the markup and control characters that names and generated text may contain."""
         self.console.print(Text(without_controls(text), style), soft_wrap=True)
 
     def answer(self, message: str) -> None:
-        """Print the answer to a message and its speed, or the error. The conversation grows by what was printed."""
+        """Print the answer to a message and its speed, and add both texts to the conversation; or print the error."""
         begin, shown = time.perf_counter(), _Shown(self.tokenizer, self.console)
         messages = [*self.messages, {"role": "user", "content": message}]
         try:
@@ -132,7 +132,7 @@ class Chat:
         return len(sequence) - len(ids)
 
     def _messages(self) -> Iterator[str]:
-        """Yields non-empty lines from the keyboard or a pipe."""
+        """Yield non-empty lines from the keyboard or a pipe."""
         if is_typed := sys.stdin.isatty():
             with suppress(ImportError):  # not available on Windows
                 import readline  # noqa: F401 - gives `input` line editing and history
@@ -166,7 +166,7 @@ class _Shown(TextStreamer):
 
 
 def facts(model: CausalLM, assistant: SpecDecPPAssistant, config: DraftChoice) -> str:
-    """Two lines: the target with its dtype and device, and the assistant."""
+    """Return two lines: the target with its dtype and device, and the assistant."""
     draft = config.assistant or describe(assistant.config)
     lookups = ", and lookups" if assistant.speculation.lookup and assistant.kind.rests_on != "nothing" else ""
     return f"target     {config.target} ({where(model)})\nassistant  {draft}{lookups}"
@@ -180,5 +180,5 @@ def where(model: CausalLM) -> str:
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """The tokens of a conversation up to the next answer. `ValueError` if the chat template refuses `messages`."""
+    """Tokens of a conversation up to the next answer. `ValueError` if the chat template refuses `messages`."""
     return tokens_of(tokenizer, rendered(tokenizer, messages))

@@ -38,7 +38,7 @@ Speeds are compared in CPU time, which other programs hardly change."""
 
 @dataclass(frozen=True)
 class Comparison:
-    """A question, the answers of plain `generate()` and of the assistant, and the statistics of the last answer."""
+    """A question, the answers of plain `generate()` and of the assistant, and the latter's latest statistics."""
 
     kind: str
     question: str
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def gain(compared: list[Comparison], clock: str = "seconds") -> float:
-    """Speed of the assistant relative to plain `generate()`. `clock`: `"seconds"` (CPU time) or `"by_clock"`."""
+    """Speed of the assistant divided by that of plain `generate()`. `clock`: `"seconds"` (CPU time) or `"by_clock"`."""
     plain = sum(getattr(each, clock) for one in compared for each in one.plain)
     return plain / sum(getattr(each, clock) for one in compared for each in one.assisted)
 
@@ -113,7 +113,7 @@ class Demo:
             self._answer(ids, helper, WARM_UP_TOKENS)
 
     def ask(self, kind: str, question: str) -> Comparison:
-        """Answer a question twice each way; print the question, an answer, its speeds, and any difference."""
+        """Answer a question twice with and without the assistant. Prints an answer, the speeds, and any difference."""
         self.console.print(Text.assemble((f"\n{kind}: ", "bold cyan"), question), "", sep="\n", soft_wrap=True)
         ids = encoded(self.tokenizer, [{"role": "user", "content": question}])
         plain, assisted = list[Answer](), list[Answer]()
@@ -142,7 +142,7 @@ class Demo:
         return Answer(tokens, seconds, clock, output[0, len(ids) :].tolist())
 
     def _comparison(self, prompt: list[int], plain: list[int], assisted: list[int]) -> tuple[str, str]:
-        """A line that tells whether two answers are equal or rounding explains the difference, and its colour."""
+        """A sentence on whether two answers are equal or rounding explains the difference, and the line's colour."""
         if plain == assisted:
             return f"equal: all {len(plain)} tokens", "green"
         found = explain_parting(self.model, prompt, plain, assisted)

@@ -24,7 +24,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer: its text, whether it is an accepted candidate, and the seconds until the end of its pass.
+    """A token of an answer: its text, whether it is an accepted candidate, and the seconds until its pass ended.
 
     If a character consists of several tokens, the text of the last one is the character, and that of others is empty.
     """
@@ -36,7 +36,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of an answer, its seconds with the prompt's pass, the same by the wall clock, and its token ids."""
+    """An answer's tokens, seconds of `generate()` (such as CPU time), seconds by the wall clock, and token ids."""
 
     tokens: Sequence[Token]
     seconds: float
@@ -80,7 +80,7 @@ class Listener(BaseStreamer):
             self.onward.end()
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase, stats: SpeculationStats | None = None) -> list[Token]:
-        """All tokens of the answer so far. May be called during generation.
+        """Return all tokens of the answer so far. May be called during generation.
 
         Args:
             stats: `assistant.stats` after the call; `None` during generation, or without an assistant.
@@ -101,7 +101,7 @@ class Listener(BaseStreamer):
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """The text that each token adds; empty for special tokens."""
+    """The text that each token adds to the answer; empty for special tokens."""
     options: Any = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     texts, before = [], ""
     for end in range(1, len(tokens) + 1):
@@ -114,7 +114,7 @@ def _texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
 
 
 def without_controls(text: str) -> str:
-    """`text` without control characters, which could control the terminal; tabs and newlines are kept."""
+    """Remove control characters, which could control the terminal, except tabs and newlines."""
     return "".join(c for c in text if c in "\t\n" or unicodedata.category(c) != "Cc")
 
 
@@ -133,8 +133,8 @@ STILL = "@media(prefers-reduced-motion:reduce){*{animation:none!important}}"
 
 
 def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str] = (), is_narrow: bool = False) -> str:
-    """An animated SVG of a question with both answers, side by side or (`is_narrow`) one above the other. `notes`:
-    lines below the answers."""
+    """Return an animated SVG of a question with both answers, side by side or (`is_narrow`) one above the other.
+    `notes`: lines below the answers."""
     longest, shown = max(plain.seconds, assisted.seconds), dict[str, float]()
     panes = [
         Group(Text(title, "bold"), Text(each.rate, "dim"), Bar(longest, 0, each.seconds, width=COLUMNS), text)
@@ -164,7 +164,7 @@ def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str]
 
 
 def _written(answer: Answer, shown: dict[str, float]) -> Text:
-    """The text of an answer with one colour per pass; the seconds of each colour are added to `shown`."""
+    """The text of an answer with one colour per pass. Adds the seconds of each colour to `shown`."""
     text, first = Text(overflow="fold"), len(shown)
     times = list(dict.fromkeys(each.seconds for each in answer.tokens))
     for token in answer.tokens:

@@ -21,7 +21,7 @@ TRAIN, HELDOUT = "train", "heldout"
 
 
 def record(work: Path) -> dict[str, Any]:
-    """`settings`, and the numbers of answers and tokens by split. `ValueError` if the stage is not finished."""
+    """Return `settings`, and the numbers of answers and tokens by split. `ValueError` if the stage is not finished."""
     path = work / FOLDER / RECORD
     if not path.is_file() or not (found := read_json(path)).get("complete"):
         raise ValueError(f"{work / FOLDER} is not complete. Run the stage rollouts first; it resumes where it stopped.")
@@ -29,8 +29,8 @@ def record(work: Path) -> dict[str, Any]:
 
 
 def load(work: Path, split: str, temperature: float | None = None) -> datasets.Dataset:
-    """The answers of `train`, `heldout` or a test set, of one temperature or all. `ValueError` if the stage is not
-    finished, or there are none."""
+    """Return the answers of `train`, `heldout` or a test set, of one temperature or all. `ValueError` if the stage is
+    not finished, or there are none."""
     record(work)
     shards = sorted((work / FOLDER / split).glob("shard-*.parquet"))
     if not shards:

@@ -29,7 +29,7 @@ class Encoded:
 
 @dataclass
 class Codec:
-    """Config and tokenizer of a target, to encode prompts and answers without the weights."""
+    """Config and tokenizer of a target, to encode prompts and answers without loading its weights."""
 
     config: Any
     tokenizer: PreTrainedTokenizerBase
@@ -50,8 +50,8 @@ class Codec:
         return cls(config, tokenizer, ids, context)
 
     def encode(self, prompt: Prompt) -> Encoded:
-        """The text and tokens of a prompt, with the target's chat template if it has one. `ValueError` if the template
-        refuses the conversation, or a conversation of several messages has no template."""
+        """Return the text and tokens of a prompt, with the target's chat template if it has one. `ValueError` if the
+        template refuses the conversation, or a conversation of several messages has no template."""
         if self.tokenizer.chat_template is None and len(prompt.messages) > 1:
             raise ValueError(
                 f"Prompt {prompt.id!r} is a conversation of {len(prompt.messages)} messages, but the target's "
@@ -61,7 +61,7 @@ class Codec:
         return Encoded(prompt, text, tokens_of(self.tokenizer, text))
 
     def encode_all(self, prompts: list[Prompt]) -> list[Encoded]:
-        """The prompts that leave room for an answer; a warning counts the others. `ValueError` if none does."""
+        """Encode the prompts that leave room for an answer; a warning counts the others. `ValueError` if none does."""
         bar = logging.tqdm(prompts, desc="encoding prompts", disable=len(prompts) < 5000)
         encoded = [self.encode(prompt) for prompt in bar]
         kept = [item for item in encoded if self.num_fitting(item) > 0]
@@ -83,7 +83,7 @@ class Codec:
         return wanted if self.context is None else min(wanted, self.context - len(item.input_ids))
 
     def read_answer(self, item: Encoded, answer: str, finished: bool) -> tuple[list[int], bool]:
-        """The tokens of an answer's text, and whether an end-of-sequence token ends them (added if `finished`)."""
+        """Tokenise an answer. Also returns whether an end-of-sequence token ends the tokens (added if `finished`)."""
         whole, length = tokens_of(self.tokenizer, item.text + answer), len(item.input_ids)
         # Tokenised with the prompt, as some tokenizers treat the beginning of a text differently; alone if a token
         # would cross the boundary.
@@ -98,7 +98,7 @@ class Codec:
 def rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], name: str = "this conversation"
 ) -> str:
-    """The text of a conversation up to the beginning of the next answer; without a chat template, a line per message.
+    """Return the text of a conversation up to the next answer's beginning; without a chat template, a line per message.
     `ValueError` if the template refuses the conversation, called `name` in the error."""
     if tokenizer.chat_template is None:
         return "\n".join(message["content"] for message in messages)
@@ -111,7 +111,7 @@ def rendered(
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text from `rendered`; a chat template has added the special tokens already."""
+    """Tokenise a text from `rendered`, without special tokens if a chat template has added them already."""
     return tokenizer(text, add_special_tokens=tokenizer.chat_template is None).input_ids
 
 

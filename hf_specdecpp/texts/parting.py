@@ -15,7 +15,7 @@ ROUNDING = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 
 @torch.no_grad()
 def explain_parting(target: CausalLM, prompt: list[int], plain: list[int], other: list[int]) -> dict[str, Any]:
-    """Explain the first difference between a greedy answer `other` and the answer `plain` of plain generation.
+    """Explain where a greedy answer `other` first differs from the different answer `plain` of plain generation.
 
     Returns:
         `place`, the index of the first different token; `tokens`, both tokens there (`None` if an answer has ended);

@@ -36,7 +36,7 @@ class Prompt:
 
 
 def read_prompts(source: str) -> list[Prompt]:
-    """The prompts of a JSON Lines file, or of a data set `name` or `name:split` (split `train` by default).
+    """Return the prompts of a JSON Lines file, or of a data set `name` or `name:split` (split `train` by default).
 
     Of the columns `prompt` (text or messages), `instruction` (with an optional `input`), `messages` and `question`, the
     first in a row is used; `id` is optional. Answers at the end of `messages` are dropped. `ValueError` if there are no
@@ -55,8 +55,8 @@ def read_prompts(source: str) -> list[Prompt]:
 
 
 def named_sources(sources: Sequence[str], *taken: str) -> dict[str, str]:
-    """Files and data sets by name: `folder/sums.jsonl` is named "sums", and `org/sums:test` "sums-test". `ValueError`
-    if two have the same name, or a name is `taken`."""
+    """Return files and data sets by name: `folder/sums.jsonl` is named "sums", and `org/sums:test` "sums-test".
+    `ValueError` if two have the same name, or a name is `taken`."""
     named = {Path(source).stem.replace(":", "-"): source for source in sources}
     if len(named) < len(sources) or not named.keys().isdisjoint(taken):
         others = f", other than {' and '.join(taken)}" if taken else ""
@@ -116,7 +116,7 @@ def split_prompts(
 
 
 def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
-    """At most `limit` of the prompts, chosen by `seed`."""
+    """Choose at most `limit` of the prompts by `seed`."""
     if limit is None or limit >= len(prompts):
         return prompts
     return random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret

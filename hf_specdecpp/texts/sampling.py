@@ -40,7 +40,7 @@ class Sampling:
         return [*warpers, *([TopKLogitsWarper(self.top_k)] if self.top_k else [])]
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Processed logits, `[n, vocab]` float32; the softmax of the result is sampled from."""
+        """Process logits `[n, vocab]`. Tokens are sampled from the softmax of the result, which is float32."""
         nothing = torch.empty((1, 0), dtype=torch.long, device=logits.device)  # the processors do not read the prefix
         process: Any = LogitsProcessorList(self.processors)
         return process(nothing, logits.float())
@@ -54,23 +54,23 @@ class Sampling:
         return self.scores(logits).softmax(-1)
 
     def drawn_from(self, q: Tensor, token: Tensor) -> Tensor:
-        """The q `[..., vocab]` that verification uses for candidates `token` `[...]`: a point mass if greedy."""
+        """The q `[..., vocab]` by which verification tests candidates `token` `[...]`: a point mass if greedy."""
         return point_mass(token, q) if self.greedy else q
 
 
 def point_mass(token: Tensor, like: Tensor) -> Tensor:
-    """Distributions `[..., vocab]` that are 1 at `token` `[...]`, with the dtype and vocabulary size of `like`."""
+    """Return distributions `[..., vocab]` that are 1 at `token` `[...]`, with dtype and vocabulary size of `like`."""
     return F.one_hot(token, like.shape[-1]).to(like.dtype)
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) of `shape`, of dtype `widest`. Drawn on the host by `generator`, by default torch's global one,
+    """Draw numbers in [0, 1) of `shape`, of dtype `widest`, on the host by `generator` (torch's global one by default),
     so that a seed gives the same numbers for every device."""
     return torch.rand(shape, generator=generator, dtype=torch.float64).to(device, widest(device))
 
 
 def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`; `generator` as in `uniform`.
+    """Draw an index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`; `generator` as in `uniform`.
 
     By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer.
     """
@@ -83,6 +83,6 @@ def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor
 
 
 def seed_of(seed: int, *parts: object) -> int:
-    """A seed of 31 bits for these parts of a run; adding a row's number stays within 32 bits."""
+    """Return a seed of 31 bits for these `parts` of a run: with a row's number added it stays within 32 bits."""
     digest = hashlib.sha256("/".join(map(str, (seed, *parts))).encode()).digest()
     return int.from_bytes(digest[:4], "big") // 2

@@ -71,14 +71,14 @@ class KnownCosts:
         return self.follows and self._texts >= FEW
 
     def at(self, length: int) -> Costs:
-        """Costs for a rule at this sequence length: one object per length class until the next `update`."""
+        """Return the costs by which a plan decides at this length: one object per length class until `update`."""
         kind = self._nearest(length_class(length))
         if kind not in self._formed:
             self._formed[kind] = self._form(self._by_length.get(kind, self.first))
         return self._formed[kind]
 
     def update(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Correct the costs after a sequence. Returns (length class, width) of the passes that confirmed their cost."""
+        """Correct the costs after a sequence. Returns (length class, tokens) of passes within 10 % of their cost."""
         confirmed: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
             return confirmed
@@ -103,7 +103,7 @@ class KnownCosts:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A kind of rounds that have costs in common."""
+    """A kind of rounds, all of which have the same costs: the models, and the settings that change costs."""
 
     target: CausalLM
     drafter: Draft
@@ -117,7 +117,7 @@ class Rounds:
     times: ProductTimes | None = None  # measured seconds of the target's large layers, if any
 
     def formed(self) -> Callable[[Costs], Costs]:
-        """A function from costs of passes to costs for a rule: for batches one row's share of passes over all rows."""
+        """Return a function from costs of passes to a plan's costs of rounds: in batches, one row's share of them."""
         # Read here, because the function must not keep the target alive.
         is_recurrent, captures = keeps_recurrent_state(self.target), self.captures
         most, rows = self.most, self.rows
@@ -136,7 +136,7 @@ class Rounds:
         return form
 
     def key(self) -> tuple[Any, ...]:
-        """Everything that the costs depend on, as a key."""
+        """Everything that the costs depend on, as a key of a dictionary."""
         head = [self.estimator] if isinstance(self.estimator, nn.Module) else []
         models = [
             (type(each), num_bytes(each), frozenset((part.dtype, part.device) for part in parameters_of(each)))
@@ -176,7 +176,7 @@ class Rounds:
 
 
 def costs_of(rounds: Rounds) -> KnownCosts:
-    """This process's costs of a kind of rounds, assumed before the first sequence."""
+    """Return this process's costs of a kind of rounds, which are assumed before its first sequence."""
     if (key := rounds.key()) not in _known:
         _known[key] = KnownCosts(rounds.assumed(), rounds.formed(), is_assumed=True)
     return _known[key]
@@ -212,8 +212,8 @@ def length_class(length: int) -> int:
 
 @dataclass
 class RoundTimes:
-    """Times of the rounds of one sequence, each in two parts: drafting, and the rest, which is the cost of a pass of
-    the round's width. So the cost of a pass includes verification."""
+    """Times of the rounds of one sequence, each in two parts: drafting, and the rest, which counts as the cost of the
+    target's pass. So the cost of a pass includes verification. The width of a pass is its number of tokens."""
 
     clock: Callable[[], float]  # returns seconds (`clocks.computing_clock`)
     # By length class and width, seconds of the rest of each round; by length class, the draft's work and its seconds.
@@ -226,12 +226,12 @@ class RoundTimes:
         self._drafting: DraftWork | None = None
 
     def drafted(self, drafting: DraftWork | None) -> None:
-        """Called after drafting; `None` if its time is not typical and must not be used."""
+        """Called after drafting, with its work; `None` if its time is not typical and must not be used."""
         self._drafted = self.clock()
         self._drafting = drafting
 
     def end(self, length: int, width: int) -> None:
-        """Called after a round: record its times. `length`: the sequence's before; `width`: the pass's with dummies."""
+        """Record the times of the round that ends here. `length`: of the sequence before it; `width`: of its pass."""
         kind = length_class(length)
         self.passes[kind][width].append(self.clock() - self._drafted)
         if self._drafting is not None and self._drafting.steps:
@@ -239,15 +239,15 @@ class RoundTimes:
 
 
 def relative_times(costs: Costs, passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """By width, typical seconds (`clocks.typical`) relative to the cost, without widths that the clock cannot resolve.
-    `passes`: as in `corrected`."""
+    """Return typical seconds (`clocks.typical`) of passes divided by their cost, by width, without widths whose times
+    the clock cannot resolve. `passes`: as in `corrected`."""
     verify = costs.verify_seconds(max(passes, default=1) - 1)
     times = {width: typical(each) for width, each in passes.items()}
     return {width: seconds / verify[width - 1] for width, seconds in times.items() if seconds is not None}
 
 
 def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
-    """Assumed costs converted from passes to seconds by the first sequence, with one factor for passes and one for
+    """Convert assumed costs from passes to seconds after the first sequence, with one factor for passes and one for
     drafting. `None` if the clock cannot resolve the times.
 
     Example: passes over 1 and 3 tokens are assumed to cost 1 and 1.1. The median of rounds over 3 tokens is 22 ms, so a
@@ -264,17 +264,17 @@ def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
 
 
 def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Sequence[tuple[DraftWork, float]]) -> Costs:
-    """Costs corrected by the times of a sequence.
+    """Return costs corrected by the times of a sequence.
 
     With n rounds of a width the new cost is `old * (median / old) ** (n / (n + 3))`, changed by at most a factor of 2.
     Other widths change by the average factor, and so does drafting if there was none: a uniformly slower machine
     changes no decision.
 
-    Example: passes over 1 and 2 tokens cost 10 and 30 ms, and the median of nine rounds over 2 tokens is 20 ms. n /
-    (n + 3) is 3/4, so the new cost is 30 * (2/3) ** 0.75 = 22 ms for 2 tokens and 7.4 ms for 1 token.
+    Example: passes over 1 and 2 tokens cost 10 and 30 ms, and the median of nine rounds over 2 tokens is 20 ms. n / (n
+    + 3) is 3/4, so the new cost is 30 * (2/3) ** 0.75 = 22 ms for 2 tokens and 7.4 ms for 1 token.
 
     Args:
-        passes: by width, the seconds of each round except those of drafting.
+        passes: by width (tokens of the pass), the seconds of each round except those of drafting.
         drafts: for each round with drafting, the draft's work and its seconds.
     """
     counts = {width: len(seconds) for width, seconds in passes.items()}
@@ -295,8 +295,8 @@ def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Seque
 def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[DraftWork, float]]) -> Costs:
     """Costs with drafting corrected: first by a common factor, then divided between `start` and `draft` (a step).
 
-    Example: start and step cost 1 and 2 ms. Drafts of 1 and 3 steps took 4 and 8 ms, very often. The line through these
-    has 2 ms per step and 2 ms for the start.
+    Example: start and step cost 1 and 2 ms. Drafts of 1 and 3 steps took 4 and 8 ms, each very often. The line through
+    these has 2 ms per step, and 2.2 ms are left for the start.
     """
     known = [(seconds, expected) for each, seconds in drafts if (expected := each.seconds(costs)) > 0.0]
     usual_ratio = typical([seconds / expected for seconds, expected in known]) if known else None
@@ -330,7 +330,7 @@ def _corrected_reading(costs: Costs, drafts: Sequence[tuple[DraftWork, float]]) 
 
 
 def _share(rounds: int) -> float:
-    """Weight of so many new rounds relative to all: 1/2 for 3 (`TRUST`), 3/4 for 9."""
+    """Weight of a number of new rounds relative to all: 1/2 for 3 (`TRUST`), 3/4 for 9."""
     return rounds / (rounds + TRUST)
 
 

@@ -51,15 +51,12 @@ class LearnedOfLookups:
 class Memory:
     """Statistics by target, and there by chains or trees, estimator and way of sampling.
 
-    `clear()` deletes statistics, the targets' latest choices and earlier answers; `measure_again()` also the process's
-    measured costs and times.
-
     Args:
         calibration: for `"sampled"` and `"greedy"` targets the prior `line` of `AcceptanceRates`.
 
     Attributes:
         answers: earlier answers, in which lookups search (`lookup="history"`).
-        corrections: by target, its latest choices after each token (`Decisions.draft_successors`).
+        corrections: by target, its latest distributions after recent tokens (`Decisions.draft_successors`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -68,7 +65,7 @@ class Memory:
         self.clear()
 
     def clear(self) -> None:
-        """Delete statistics, latest choices and earlier answers, so that a seeded run can be repeated."""
+        """Delete statistics, `corrections` and earlier answers, so that a seeded run can be repeated."""
         self.corrections: WeakKeyDictionary[CausalLM, NgramCorrections] = WeakKeyDictionary()
         self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
         self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
@@ -82,7 +79,7 @@ class Memory:
         forget_product_times()
 
     def calibrations(self) -> dict[str, list[float]]:
-        """For `"sampled"` and `"greedy"` the line fitted to most tested candidates, else that of `calibration`."""
+        """Return for `"sampled"` and `"greedy"` the `line` fitted to most candidates, else that of `calibration`."""
         found = {mode: list(line) for mode, line in self.calibration.items()}
         everything = [each for of_target in self.learned.values() for each in of_target.values()]
         for each in sorted(everything, key=lambda each: each.rates.judged):
@@ -93,7 +90,8 @@ class Memory:
     def recall(
         self, decisions: Decisions, owner: CausalLM, estimator: Estimator, how: GenerationConfig, trees: bool = False
     ) -> Learned:
-        """Statistics of an `owner` (the target, or without one the draft), for one way of sampling; new if missing."""
+        """Return the statistics of an `owner` (the target, or without one the draft) for an estimator, a way of
+        sampling (`how`), and chains or trees; new if missing."""
         greedy, count = not how.do_sample, estimators.PRIOR_COUNT if trees else estimators.BIN_COUNT
         line = self.calibration.get(MODES[greedy], estimators.UNCHANGED)
         corrections = decisions.draft_successors, decisions.draft_temperature if how.do_sample else 1.0
@@ -101,19 +99,20 @@ class Memory:
         return _latest(self.learned.setdefault(owner, {}), key, lambda: Learned(greedy, AcceptanceRates(line, count)))
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:
-        """Statistics of lookups for an `owner` and one way of sampling; new if missing."""
+        """Return the statistics of lookups of an `owner` (as in `recall`) for one way of sampling; new if missing."""
         return _latest(self.lookups.setdefault(owner, {}), _sampling(how), LearnedOfLookups)
 
     def recall_corrections(self, target: CausalLM, num_ids: int, device: torch.device) -> NgramCorrections:
-        """The target's latest choices after each of `num_ids` token ids, on the draft's device; new if missing."""
+        """Return the `NgramCorrections` of a target with logits for `num_ids` ids; new if missing. `device`: the
+        draft's."""
         known = self.corrections.get(target)
         if known is None or known.made_for != (num_ids, device):
             known = self.corrections[target] = NgramCorrections(num_ids, device)
         return known
 
     def plan(self, config: SpeculationConfig, decisions: Decisions, rounds: Rounds, how: GenerationConfig) -> Plan:
-        """The plan of `rule="throughput"` for these rounds, new if costs or settings have changed. `ValueError` if
-        `config.costs` are invalid. `rounds.most` includes looked-up candidates; a chain plan's `most` does not."""
+        """Return the plan of `rule="throughput"` for these rounds, new if costs or settings have changed. `ValueError`
+        if `config.costs` are invalid. `rounds.most` includes looked-up candidates; a chain plan's `most` does not."""
         learned = self.recall(decisions, rounds.target, rounds.estimator, how, rounds.trees)
         known = self._costs(config, rounds)
         most = rounds.most if rounds.trees else int(min(config.max_tokens, rounds.drafter.places))
@@ -128,7 +127,7 @@ class Memory:
         return learned.plan
 
     def _costs(self, config: SpeculationConfig, rounds: Rounds) -> KnownCosts:
-        """Measured costs of rounds, or constant ones if they are given or `config.reproducible`."""
+        """Return the measured costs of rounds, or constant ones if they are given or `config.reproducible`."""
         if config.costs is not None:
             given, rows = Costs.from_dict(config.costs), rounds.rows
             return KnownCosts(given if rows == 1 else given.of_row(rows, rounds.most), follows=False)

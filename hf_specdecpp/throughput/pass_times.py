@@ -48,18 +48,18 @@ class PassTimes:
         self._rounds = 0  # since the latest separate pass
 
     def record_pass(self, tokens: int, work: float, clock: float, rows: int, products: FasterProducts) -> None:
-        """Record a pass over `tokens` tokens of a batch of `rows`, with these matrix multiplications: CPU seconds
+        """Record a round's pass over `tokens` tokens of all `rows`, made with these matrix multiplications: CPU seconds
         `work`, wall seconds `clock`. Called on a CPU only, where a pass ends when its call returns."""
         saved = (products.seconds(rows, own=True) or 0.0) - (products.seconds(rows) or 0.0)
         self._latest.append(Pass(tokens, saved, max(work, TINY), max(clock, TINY)))
 
     def is_missing(self, rows: int, products: FasterProducts) -> bool:
-        """Whether a separate pass over `rows` tokens is due. Called once per round."""
+        """Whether a separate pass over `rows` tokens, one of each row, is due. Called once per round."""
         self._rounds += 1
         return products.seconds(rows) is None and (self._rounds >= EVERY or len(self._beside[rows]) < WARM)
 
     def make(self, rows: int, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
-        """Time a separate pass and roll the cache back. The pass may compile the forward method."""
+        """Time a pass over `rows` tokens, `forward` of `inputs`, which may compile. The cache is rolled back."""
         clock = working_clock() if inputs["input_ids"].device.type == "cpu" else time.perf_counter
         text = GrowingContext(cache_among(inputs))
         text.begin_round()
@@ -70,8 +70,8 @@ class PassTimes:
         self._rounds = 0
 
     def seconds(self, rows: int, rounds: int, products: FasterProducts) -> tuple[float | None, float | None]:
-        """Wall seconds of a pass over `rows` tokens (one of each row) under the load of the latest `rounds`: in plain
-        `generate()`, and with the matrix multiplications of these rounds. `None` if unknown."""
+        """Return wall seconds of a pass over `rows` tokens (one of each row) in plain `generate()`, and with the matrix
+        multiplications of these rounds, both under the load of the latest `rounds` passes. `None` if unknown."""
         passes, beside = list(self._latest)[-rounds:], self._beside[rows]
         if products.seconds(rows) is None or not passes:
             if not beside:
@@ -94,7 +94,7 @@ class PassTimes:
 
 
 def _narrower(seconds: float, of: Pass, rows: int, products: FasterProducts) -> float:
-    """Seconds of a pass over `rows` tokens, if a pass such as `of` takes `seconds`."""
+    """Seconds of a pass over `rows` tokens, computed from the `seconds` of a wider pass `of`."""
     own = not of.saved  # no layer had a copy of its weight
     further = (products.seconds(of.tokens, own) or 0.0) - (products.seconds(rows, own) or 0.0)
     return max(seconds - further, LEAST * seconds)

@@ -42,12 +42,12 @@ class Plan:
     Args:
         known: costs of rounds.
         most: the most candidates of a round.
-        rates: acceptance by estimates.
+        rates: how often candidates are accepted, by their estimates.
 
     Attributes:
         costs: costs at the current sequence length; `verify`: `[most + 1]` seconds of passes over 0, 1, ... candidates.
         seconds: `[most + 1]`, of rounds with chains of 0, 1, ... candidates.
-        credit (plain passes): that probes may lose now; negative after a probe that lost more than the credit.
+        credit: time that probes may lose now, in plain passes; negative after a probe that lost more.
         ledger: tokens and time of rounds with candidates.
         rounds: number of rounds with candidates.
         rate: tokens per second of rounds with candidates.
@@ -80,7 +80,7 @@ class Plan:
         raise NotImplementedError
 
     def begin_text(self) -> None:
-        """Called before the first round of a sequence."""
+        """Called before the first round of a sequence: its trials begin with the next `set_length`."""
         self._texts, self._kind, self.trials = self._texts + 1, None, []
 
     def set_length(self, length: int) -> None:
@@ -127,19 +127,19 @@ class Plan:
         return not self.pays or self.rounds <= FIRST_FITS[-1]
 
     def leaves_to_target(self, length: int) -> bool:
-        """Whether a sequence of this length, which the draft has not read, is generated without the draft."""
+        """Whether a sequence of `length` tokens, which the draft has not read, is generated without the draft."""
         self.set_length(length)
         return not (self.pays or self._can_probe(length, READ_CREDIT) or any(self.trials))
 
     def should_draft(self, unread: int) -> bool:
-        """Begin a round: whether it has candidates. `unread`: tokens that the draft has to read first."""
+        """Begin a round, and return whether it has candidates. `unread`: tokens that the draft has to read first."""
         self.unread, self.trial = unread, self.trials.pop(0) if self.trials else None
         if self.trial is not None:
             return self.trial > 0
         return self.most > 0 and (self.pays or self._can_probe(unread))
 
     def _can_probe(self, unread: int, reserve: float = 0.0) -> bool:
-        """Whether the credit, less a reserve, is as high as the loss in a probe of one candidate without acceptance."""
+        """Whether the credit, less `reserve`, covers the loss of a probe whose one candidate is not accepted."""
         loss = self._round_seconds(min(1, self.most), DraftWork(1, unread)) - self.plain
         return (self.credit - reserve) * self.plain >= loss
 
@@ -147,11 +147,11 @@ class Plan:
         return drafting.seconds(self.costs) + float(self.verify[candidates]) + self.costs.overhead
 
     def record_empty_round(self) -> None:
-        """Called after a round without candidates: adds to the credit, without bound, so any probe gets affordable."""
+        """Called after a round without candidates: adds 0.5 % of a plain pass to the credit, without an upper bound."""
         self.credit += PROBE_SHARE
 
     def _settle(self, tokens: int, candidates: int, steps: int, branches: int) -> None:
-        """Record a round with candidates, which emitted `tokens`. `steps`, `branches`: as in `DraftWork`."""
+        """Count a round with candidates, which emitted `tokens`, in credit and rate. The rest: as in `DraftWork`."""
         seconds = self._round_seconds(candidates, DraftWork(steps, self.unread, branches))
         if self.known.is_assumed:  # and uncertain: a probe is charged at least a whole pass
             seconds = max(seconds, 2.0 * self.plain)
@@ -173,7 +173,7 @@ class Plan:
 
 
 class ChainPlan(Plan):
-    """The plan of chains. `lag`: by how many candidates estimates are late (`lag_of`)."""
+    """The plan of chains. `lag`: by how many candidates estimates are late, -1 to 1 (`lag_of`)."""
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         self.lag = lag
@@ -187,8 +187,8 @@ class ChainPlan(Plan):
         return self.rates.expected_tokens(self.most)
 
     def critical(self, drafted: int, last: int) -> float:
-        """Drafting stops after `drafted` candidates if survival is at most this; `last`: bin of the last estimate.
-        Estimates known before the draw are those of the next candidate, which then counts in the survival."""
+        """Return the survival, the probability that all `drafted` candidates are accepted, down to which drafting goes
+        on. `last`: bin of the last estimate. With lag -1 this is of the next candidate, which the survival includes."""
         return self.price * self._ahead[drafted][last]
 
     def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> None:
@@ -278,8 +278,8 @@ class Throughput(StoppingRule):
 
     @property
     def worth(self) -> float:
-        """S / c, where S is the probability that all candidates so far are accepted, and c the critical survival. A
-        trial goes on to its length."""
+        """S / c, where S is the probability that all candidates so far are accepted, and c the `critical` survival:
+        drafting goes on above 1. In a trial it goes on up to the length that is tried."""
         if (trial := self.plan.trial) is not None:
             return math.inf if self.num_drafted < trial else 0.0
         return self._survival / max(self.plan.critical(self.num_drafted, self.last), LEAST_CRITICAL)

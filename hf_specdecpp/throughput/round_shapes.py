@@ -58,13 +58,13 @@ class RoundSeconds:
         self._typical[shape] = median(taken)
 
     def time(self, shapes: Iterable[RoundShape], run: Callable[[RoundShape], float]) -> None:
-        """Time chains of `TIMED` lengths among `shapes` that have no time yet. `run`: runs a shape, returns seconds."""
+        """Time those `shapes` that are chains of `TIMED` lengths without a time. `run`: runs one, returns seconds."""
         for shape in shapes:
             if shape.width == 1 and shape.nodes in TIMED and shape not in self._typical:
                 self.record_round(shape, run(shape))
 
     def of(self, shape: RoundShape) -> float:
-        """Seconds of a round; infinite for trees that have not run."""
+        """Return the expected seconds of a round of this shape; infinite for trees that have not run."""
         if shape in self._typical or shape.width > 1:
             return self._typical.get(shape, inf)
         known = [
@@ -82,8 +82,8 @@ class RoundSeconds:
 
 
 class RuleShapes:
-    """Chooses for a stopping rule the shortest chain longer than the average round; with one shape, always this one.
-    If at least half of the sequences should look up candidates (`LookingUp.count_alone`), all do.
+    """Chooses for a stopping rule the shortest chain longer than the average round; with one shape, always this one. If
+    at least half of the sequences should look up candidates (`LookingUp.count_alone`), all do.
 
     Example: if the rule stops after 2.3 candidates on average, chains of 3; after some rounds without a stop, of 5.
     """
@@ -93,14 +93,14 @@ class RuleShapes:
         self._expected = float(min(FIRST, self.shapes[-1].levels) - 1)
 
     def choose_shape(self, lookups: Sequence[LookingUp] = ()) -> RoundShape:
-        """The shape of the next round. `lookups`: of each sequence, or none."""
+        """Return the shape of the next round. `lookups`: of each sequence, or none."""
         counts = sorted(each.count_alone() for each in lookups)
         if counts and (count := counts[len(counts) // 2]):
             return next((shape for shape in self.given if shape.given >= count), self.given[-1])
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
     def record_round(self, shape: RoundShape, reports: Sequence[Any]) -> None:
-        """Called after a round with a `cuda_graphs.captured_rounds.RoundReport` of each sequence."""
+        """Update the average length of rounds with a `cuda_graphs.captured_rounds.RoundReport` of each sequence."""
         if len(self.shapes) > 1 and not shape.given:
             submitted = max(len(each.tree) for each in reports)
             reached = submitted + 1 if submitted == shape.levels else submitted
@@ -149,7 +149,7 @@ class FastestShapes:
         return self._probing.pop()
 
     def _expected_rate(self, shape: RoundShape) -> float:
-        """Expected tokens per second."""
+        """Expected tokens per second of rounds of this shape."""
         tokens = self.rates.expected_tokens(self._deepest)[shape.levels]
         gain = self.gains[shape].rate if shape in self.gains else 1.0
         return float(tokens) * gain / self.seconds.of(shape)
@@ -182,7 +182,7 @@ class FastestShapes:
 
 
 def _by_origin(shapes: Sequence[RoundShape]) -> tuple[list[RoundShape], list[RoundShape]]:
-    """The shapes of drafted rounds, and those of looked-up rounds."""
+    """The shapes of rounds with drafted candidates, and those of rounds with looked-up candidates."""
     return [shape for shape in shapes if not shape.given], [shape for shape in shapes if shape.given]
 
 
@@ -190,5 +190,5 @@ ShapeChooser: TypeAlias = RuleShapes | FastestShapes
 
 
 def first_branch(tree: DraftTree, path: Sequence[int]) -> int:
-    """Number of accepted candidates on the branch of first children, the chain that would have been drafted."""
+    """Number of accepted nodes (`path`) on the branch of first children, the chain that would have been drafted."""
     return next((place for place, node in enumerate(path) if tree.ranks[node]), len(path))

@@ -54,8 +54,8 @@ class TreePlan(Plan, SlotValuation):
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
-        """Grow a tree by DySpec's Algorithm 2. Gain and time decide its depth and t, the least gain of a slot at which
-        a candidate is drawn. `threshold`: lower bound of t."""
+        """Grow a tree by DySpec's Algorithm 2, or in a trial a chain. Gain and time decide its depth and t, the least
+        gain of a slot at which a candidate is drawn. `threshold`: lower bound of t."""
         tree, usual = growth.tree, self.expected(None)
         while self.trial is not None and len(tree) < self.trial and growth.leaves:
             growth.expand([node := next(iter(growth.leaves))])
@@ -81,11 +81,11 @@ class TreePlan(Plan, SlotValuation):
             growth.draw_best()  # the draft pass is done, and without a candidate nothing would be learned
 
     def threshold(self, slots: Collection[tuple[float, float]], size: int) -> float:
-        """The t with the largest tokens less the price of their seconds, if candidates are drawn at all slots of gain t
-        or more; infinite if no draw is worth its time.
+        """Return the t with the largest net gain, tokens less the price of their seconds, of draws at all slots of gain
+        t or more; infinite if no draw is worth its time.
 
-        A draw leaves slots of value v a and v (1 - a). Until all gains are below t a slot of value v takes about
-        1 + s (v a / t - 1) draws, which add v a (1 + s log(v a / t)) tokens (renewal theory; s = `splits`, and a is
+        A draw leaves slots of value v a and v (1 - a). Until all gains are below t a slot of value v takes about 1 + s
+        (v a / t - 1) draws, which add v a (1 + s log(v a / t)) tokens (renewal theory; s = `splits`, and a is
         `mean_estimate` for the draws after the first).
 
         Args:
@@ -115,8 +115,8 @@ class TreePlan(Plan, SlotValuation):
         return added > self.price * seconds
 
     def best_draws(self, gains: Collection[float], size: int) -> tuple[int, float]:
-        """Number of slots worth drawing at, the best first, and the tokens gained there less the price of the seconds.
-        `size`: nodes of the tree so far."""
+        """Return how many of the slots with these `gains` are worth a draw, and the tokens gained there less the price
+        of the seconds. `size`: nodes of the tree so far."""
         best = sorted(gains, reverse=True)[: max(self.most_now - size, 0)]
         seconds = self.verify[size : size + len(best) + 1] - self.verify[size]
         net = np.cumsum([0.0, *best]) - self.price * seconds

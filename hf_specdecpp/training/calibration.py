@@ -27,8 +27,8 @@ MOST_BIAS, MOST_LOG = 8.0, 3.0  # bounds of the bias and of a temperature's loga
 
 
 def run(config: TrainingConfig) -> dict[str, object]:
-    """Calibrate the head in `work/head` on held-out chains. Returns the report, also in `work/head/calibration.json`;
-    `ValueError` if there is no head, fewer than two held-out prompts, or no answer at one of the temperatures."""
+    """Calibrate the head in `work/head` on held-out chains. Returns the report, also in `work/head/calibration.json`,
+    by temperature. `ValueError` without a head, two held-out prompts, or answers at one of the temperatures."""
     made = Trained.load(config)
     head, report = made.head.cpu(), dict[str, object]()
     samplings = [config.sampling(temperature) for temperature in config.rollouts.temperatures]
@@ -55,7 +55,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
 
 
 def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
-    """Bool `[n]`: candidates of every second prompt, to fit on. `text`: `[n]`, the row of each candidate's rollout."""
+    """Bool `[n]`: which candidates to fit on, those of every second prompt. `text`: `[n]`, rows of their rollouts."""
     prompts = list(made.texts("heldout", sampling)["prompt_id"])
     used = sorted({prompts[row] for row in text.unique().tolist()})
     if len(used) < 2:
@@ -68,7 +68,7 @@ def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
 
 
 def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
-    """The bias and temperatures that minimise the binary cross-entropy. All `[n]`; `index`: position in the chain."""
+    """Fit a bias, and a temperature for each `index` in a chain, to `log_odds` and `label` `[n]` by cross-entropy."""
     log_odds, label = log_odds.detach().double(), label.double()
     counts = index.bincount().tolist()
     positions = max(next((i for i, count in enumerate(counts) if count < MIN_CANDIDATES), len(counts)), 1)
@@ -92,7 +92,7 @@ def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
 
 
 def quality(estimate: Tensor, label: Tensor, index: Tensor) -> dict[str, object]:
-    """ECE, binary KL, and the mean signed error of cumulative products (`survival`). All `[n]`, chain after chain."""
+    """ECE, binary KL and mean signed error of `survival`, of estimates `[n]` against `label`. All chain after chain."""
     predicted, true = survival(estimate, index), survival(label, index)
     return {
         "ece": ece(estimate, label),

@@ -55,7 +55,7 @@ def run(config: TrainingConfig) -> Path:
 
 
 def results(config: TrainingConfig) -> dict[str, Any]:
-    """Settings and results of all stages for `make_card`, `None` for one that has not run (`ValueError` for `eval`)."""
+    """Settings and results of all stages for `make_card`, `None` for a stage that has not run. `eval` must have run."""
     if not (config.work / EVALUATION).is_file():
         raise ValueError(f"{config.work / EVALUATION} is missing: run 'head', 'calibrate' and 'eval' before 'card'.")
     work = config.work
@@ -86,7 +86,7 @@ def _read(path: Path) -> Any:
 
 
 def summary(config: TrainingConfig) -> str:
-    """The text that a finished run prints, with the held-out acceptance at the first temperature, and next steps."""
+    """Return the text that a finished run prints, with held-out acceptance at the first temperature, and next steps."""
     made = read_json(Path(config.output) / CONFIG)
     measured = read_json(config.work / EVALUATION)
     temperature, report = next(iter(measured["sets"]["heldout"].items()))

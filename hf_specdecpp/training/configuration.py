@@ -28,7 +28,7 @@ def _above_zero(default: float) -> Any:
 
 
 class Section:
-    """A group of settings. An unknown name raises `ValueError`, from Python as from YAML."""
+    """A group of settings, whose constructor and YAML raise `ValueError` for an unknown name."""
 
     path: ClassVar[str] = ""  # prefix of its names in messages, such as "head."
 
@@ -181,8 +181,8 @@ class TrainingConfig(Section):
         draft: Hub id or folder of an independent draft; `"conditioned"` or `"eagle3"` for drafts that read the target's
             hidden states (`docs/drafts.md`); or the repository of a published EAGLE-3 or DFlash draft, for which only a
             head is fitted. By default an early exit.
-        layers: layers of the target that draft: the number of first layers, or ascending indices. By default the first
-            4 for an early exit, and the last layer for a conditioned draft.
+        layers: layers of the target that make up the draft: the number of first layers, or ascending indices. By
+            default the first 4 for an early exit, and the last layer for a conditioned draft.
         reads: layers of the target whose outputs the draft reads. By default a low, a middle and a high layer.
         dtype: dtype of target and draft in all stages but `distill`; `"auto"` is the dtype of the stored weights.
         target_id: Hub id of the target for the published config, if `target` is a local copy.
@@ -257,7 +257,7 @@ class TrainingConfig(Section):
         return Path(self.work_dir) if self.work_dir else Path(f"{self.output}-work")
 
     def sampling(self, temperature: float) -> Sampling:
-        """How answers are sampled at a temperature, with `rollouts.top_k`; the head's labels are computed likewise."""
+        """How answers are sampled at a temperature, with `rollouts.top_k`; the head's labels are computed for this."""
         return Sampling(temperature, self.rollouts.top_k)
 
     def validate(self) -> None:
@@ -300,7 +300,7 @@ class TrainingConfig(Section):
         self._check_draft()
 
     def _check_draft(self) -> None:
-        """Raise `ValueError` if this kind of draft cannot be trained, or not with these settings of stages."""
+        """Raise `ValueError` if drafts of this kind cannot be trained, or not with this `distill` or `head.inputs`."""
         distill, cannot = self.distill, self.kind.cannot
         if self.kind.untrainable:
             raise ValueError(f"draft={self.draft!r}: {self.kind.untrainable}.")
@@ -315,7 +315,7 @@ class TrainingConfig(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:
-        """Build from nested dicts, as read from YAML. `ValueError` for an unknown name, with its path."""
+        """Build settings from nested dicts, as read from YAML. `ValueError` for an unknown name, with its path."""
         built = _built(cls, values)
         for part in (RolloutConfig, DistillConfig, HeadConfig, EvalConfig):
             if isinstance(given := getattr(built, part.path[:-1]), dict):
@@ -343,7 +343,7 @@ def refuse_unknown(cls: Any, names: Iterable[str], path: str) -> None:
 
 
 def settings(config: TrainingConfig) -> str:
-    """YAML for `--config` that repeats this run: settings that are not defaults, without folders of this machine."""
+    """Return YAML for `--config` that repeats a run: settings that are not defaults, without this machine's folders."""
     chosen = _differences(asdict(config), asdict(TrainingConfig()))
     for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
         chosen.pop(name, None)

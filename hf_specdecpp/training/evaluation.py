@@ -32,7 +32,7 @@ THRESHOLDS = [i / 40 for i in range(1, 40)] + [0.98, 0.99, 0.995]
 
 def run(config: TrainingConfig) -> dict[str, Any]:
     """Evaluate the calibrated head on the held-out prompts that calibration did not use, and on every test set. Returns
-    the report, which is in `work/evaluation`, too. `ValueError` if there is no head, or there are no rollouts."""
+    the report, which is also written to `work/evaluation`. `ValueError` without a calibrated head or rollouts."""
     if not (config.work / HEAD / CALIBRATION).is_file():
         raise ValueError(f"{config.work / HEAD / CALIBRATION} is missing: run 'head' and 'calibrate' before 'eval'.")
     made = Trained.load(config)
@@ -47,8 +47,8 @@ def run(config: TrainingConfig) -> dict[str, Any]:
 
 
 def acceptance_by_rank(made: Trained) -> dict[str, list[float]]:
-    """By mode of generation, the probability that the first, second, ... sibling is accepted on held-out answers, for
-    the shapes of static trees; empty for a head without siblings."""
+    """Return by mode (`"sampled"`, `"greedy"`) the probability that a node's first, second, ... child is the accepted
+    one, on held-out answers, for static trees (`best_shape`); empty for a head without siblings."""
     if made.config.head.inputs != "before":
         return {}
     texts = features.build(made, "heldout")
@@ -60,7 +60,7 @@ def acceptance_by_rank(made: Trained) -> dict[str, list[float]]:
 
 
 def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
-    """The report of one set at one temperature."""
+    """The report of one set of prompts at one temperature."""
     rows = recorded_chains.record(made, split, sampling)
     if split == "heldout":
         measuring = ~calibration_half(made, sampling, rows["text"])
@@ -83,8 +83,8 @@ def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
 
 
 def all_estimates(made: Trained, rows: dict[str, Tensor], sampling: Sampling) -> dict[str, Tensor]:
-    """Estimated probabilities of acceptance `[n]`, in (0, 1): the calibrated head's, those of the confidence head that
-    the draft was published with, if any, and the draft's q, without and with a calibration like the head's."""
+    """Return the estimates `[n]`, in (0, 1), by estimator: the calibrated head, the confidence head that the draft was
+    published with, if any, and the draft's q, without and with a calibration like the head's, for n recorded `rows`."""
     heads = [("head", made.head), ("published head", made.assistant.published_head)]
     log_odds = {name: recorded_chains.head_estimates(head.cpu(), rows, made.drafter) for name, head in heads if head}
     greedy, index, of_q = sampling.greedy, rows["index"], rows["scalars"][:, 0].exp().logit(SMALLEST)
@@ -105,9 +105,9 @@ def acceptance_interval(label: Tensor, text: Tensor) -> list[float] | None:
 def survivals(
     rows: dict[str, Tensor], estimates: Mapping[str, Tensor], inputs: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The probability that a candidate and all earlier ones of its chain are accepted, `[chains, longest]`, NaN after a
-    chain's end: the true one, and by estimator the estimate known before the next candidate is drafted, which excludes
-    the candidate itself if a head's `inputs` are "after", and includes the next one if "path"."""
+    """Return the probability that a candidate and all earlier ones of its chain are accepted, `[chains, longest]`, NaN
+    after a chain's end: the true one, and by estimator the estimate known before the next candidate is drafted, which
+    excludes the candidate itself if a head's `inputs` are "after", and includes the next one if "path"."""
     lags = {"head": LAGS[inputs], "published head": LAGS["path"]}
     judged = {name: survival(each, rows["index"]) for name, each in estimates.items()}
     judged = {name: functional.pad(each, (lag := lags.get(name, 0), -lag), value=1.0) for name, each in judged.items()}
@@ -115,7 +115,7 @@ def survivals(
 
 
 def rule_curves(true: Tensor, judged: Mapping[str, Tensor], seconds: Any) -> dict[str, list[Outcome]]:
-    """Outcomes of all `THRESHOLDS`, by estimator in `judged`, and of all `LENGTHS` (`"fixed"`); see `outcome`."""
+    """Return the `outcome` of each of `THRESHOLDS`, by estimator in `judged`, and of each of `LENGTHS` (`"fixed"`)."""
     whole = (~true.isnan()).sum(1)
     curves = {
         name: [outcome(torch.minimum(stop_lengths(each, h), whole), true, h, seconds) for h in THRESHOLDS]
@@ -126,8 +126,8 @@ def rule_curves(true: Tensor, judged: Mapping[str, Tensor], seconds: Any) -> dic
 
 
 def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """`at_best`: the outcome of the fastest fixed length, and for each estimator's threshold rule at as many passes a
-    token, the discard rate and the share of discards that the rule saves (`None` outside the rule's curve)."""
+    """`at_best`: the outcome of the fastest fixed length; by estimator the discard rate of its threshold rule at the
+    same verification rate, and the share of discards that the rule saves (`None` outside the rule's curve)."""
     best = max(curves["fixed"], key=lambda point: point.speed)
     at = {name: discards_at(points, best.verification_rate) for name, points in curves.items() if name != "fixed"}
     fewer = {
@@ -152,8 +152,8 @@ class Outcome:
 
 
 def stop_lengths(judged: Tensor, threshold: float) -> Tensor:
-    """`[chains]`: the number of candidates after which the probability of a rejection exceeds the threshold, as in
-    `drafting.chain.Threshold`; larger than the chain if the rule does not stop. `judged`: survival estimates."""
+    """Return the number of candidates `[chains]` after which the probability of a rejection exceeds the threshold, as
+    in `drafting.chain.Threshold`; larger than the chain if the rule does not stop. `judged`: survival estimates."""
     return (1.0 - judged <= threshold).long().cumprod(1).sum(1) + 1
 
 
@@ -170,7 +170,7 @@ def outcome(lengths: Tensor, true: Tensor, setting: float, seconds: Any) -> Outc
 
 
 def discards_at(points: Sequence[Outcome], verification_rate: float) -> float | None:
-    """The lowest discard rate of a curve at a verification rate, interpolated; `None` outside the curve."""
+    """Return the lowest discard rate of a curve at a verification rate, interpolated; `None` outside the curve."""
     found = []
     for pair in zip(points, points[1:], strict=False):
         low, high = sorted(pair, key=lambda point: (point.verification_rate, point.discard_rate))

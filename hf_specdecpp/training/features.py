@@ -37,7 +37,7 @@ MIXING = 0.15  # share of positions where the draft of an "after" head reads the
 
 
 def build(made: Trained, split: str) -> FeatureSet:
-    """The features of all rollouts of `split`, cached in `work/features`. `ValueError` without rollouts."""
+    """Return the features of all rollouts of `split`, cached in `work/features`. `ValueError` without rollouts."""
     config = made.config
     texts = answers.load(config.work, split)
     if split == "train" and config.head.max_texts is not None:
@@ -49,7 +49,7 @@ def build(made: Trained, split: str) -> FeatureSet:
 
 
 def settings(config: TrainingConfig) -> dict[str, Any]:
-    """The settings and files that features depend on."""
+    """The settings that features depend on, and hashes of the files that they are computed from."""
     chosen = {name: getattr(config.head, name) for name in ("inputs", "siblings", "max_texts")}
     sampling = {"temperatures": config.rollouts.temperatures, "top_k": config.rollouts.top_k}
     return {**chosen, **sampling, "seed": config.seed, **fingerprint(config)}
@@ -146,7 +146,7 @@ class Examples:
 
 
 class FeatureSet(Dataset[dict[str, Tensor]]):
-    """Cached features with an item for each rollout (`Examples.of_text`), which is read from disk on access."""
+    """Cached features, one item for each rollout (as of `Examples.of_text`), which is read from disk on access."""
 
     def __init__(self, shards: list[Path]) -> None:
         self.places = list[tuple[Path, int, int]]()  # shard, first row and end of each rollout
@@ -171,8 +171,8 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
 
 @dataclass
 class DrawnSiblings:
-    """Candidates `tokens` `[..., n]` of the same position, drawn without replacement: the distribution `[..., vocab]`
-    of each draw, `mass` `[..., n]` of the earlier siblings in q, and `valid` `[..., n]`, whether q had a token left."""
+    """Candidates `tokens` `[..., n]` of one position, drawn without replacement: the distribution `[..., vocab]` of
+    each draw, `mass` `[..., n]`, q of the earlier siblings, and `valid` `[..., n]`, whether q had a token left."""
 
     tokens: Tensor
     drawn_from: list[Tensor]

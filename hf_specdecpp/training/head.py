@@ -49,7 +49,7 @@ def run(config: TrainingConfig) -> dict[str, float]:
 
 
 def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:
-    """An untrained head for the draft. The same seed gives the same head."""
+    """Return an untrained head for the draft. Equal seeds give equal heads."""
     set_seed(config.seed)
     head = config.head
     return AcceptanceHead(
@@ -133,7 +133,7 @@ class HeadTrainer(Trainer):
 
 
 def batch_log_odds(model: nn.Module, inputs: dict[str, Tensor], drafter: Drafter) -> Tensor:
-    """The head's log-odds `[..., n, s]` for features as in `Examples.of_text`, with or without a batch dimension."""
+    """The head's log-odds `[..., n, s]` for features as of `Examples.of_text`, with or without a batch dimension."""
     hidden = inputs["hidden"][..., None, :].float()
     if "scalars" not in inputs:
         return model(hidden)
@@ -148,7 +148,7 @@ def collate(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def heldout_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Binary KL and AUC of all candidates, weighted by the mask, without the weight of rejections."""
+    """Return binary KL and AUC of all candidates, weighted by the mask, without the weight of rejections."""
     log_odds = torch.as_tensor(prediction.predictions).flatten()
     label, mask = (torch.as_tensor(values).flatten() for values in prediction.label_ids)
     counts = mask > 0  # the Trainer pads with -100

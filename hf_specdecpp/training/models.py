@@ -63,12 +63,12 @@ class Trained:
         return self.assistant.head
 
     def texts(self, split: str, sampling: Sampling) -> Dataset:
-        """Rollouts of `split` at the temperature of `sampling`. `ValueError` if there are none."""
+        """Return the rollouts of `split` at the temperature of `sampling`. `ValueError` if there are none."""
         return answers.load(self.config.work, split, sampling.temperature)
 
 
 def check(config: TrainingConfig) -> None:
-    """Raise `ValueError` before the rollouts if target, draft or vocabulary size do not fit. Loads no weights."""
+    """Raise `ValueError` if target, draft or vocabulary size do not fit. Called before rollouts; loads no weights."""
     target = _without_weights(config.target)
     check_target(target)
     draft = draft_of(config, target, _without_weights)
@@ -78,7 +78,7 @@ def check(config: TrainingConfig) -> None:
 
 
 def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], CausalLM]) -> CausalLM:
-    """The draft model: layers of the target, or `load(name)`. `ValueError` if its tokenizer is not the target's."""
+    """Return the draft: layers of the target, or `load(name)`. `ValueError` if its tokenizer is not the target's."""
     if config.independent_draft is None:
         return early_exit(target, layers_of(config, target))
     draft = load(config.independent_draft)
@@ -88,7 +88,7 @@ def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], Cau
 
 
 def layers_of(config: TrainingConfig, target: CausalLM) -> int | list[int]:
-    """The configured layers of the target that draft, or the default of the kind."""
+    """The layers of the target that make up the draft, as configured, or the default of the kind of draft."""
     if config.layers is not None:
         return config.layers
     first = config.kind.first_layers
@@ -118,7 +118,7 @@ def load_draft_vocab(work: Path) -> Tensor | None:
 
 
 def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssistant:
-    """The assistant as trained so far, from the files in `config.work`, attached to `target`."""
+    """Return the assistant as trained so far, from the files in `config.work`, attached to `target`."""
     work = config.work
     head = load_head(work / HEAD) if (work / HEAD / HEAD_CONFIG).is_file() else None
     if config.ready_made is not None:
@@ -154,13 +154,13 @@ def save_module(module: Any, tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def load_head(folder: Path) -> AcceptanceHead:
-    """The fitted head in `folder`. `ValueError` if a file is damaged, or the two files do not match."""
+    """Load the fitted head in `folder`. `ValueError` if a file is damaged, or the two files do not match."""
     hint = f"It does not belong to {HEAD_CONFIG} in the same folder: delete {folder} and fit the head again."
     return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
 
 
 def load_own(kind: DraftKind, work: Path) -> Any:
-    """The trained fusion or own layers. `ValueError` if a file is damaged or missing."""
+    """Load the trained fusion or own layers. `ValueError` if a file is damaged or missing."""
     path = work / kind.own_file
     if not (path.is_file() and path.with_suffix(".json").is_file()):
         raise ValueError(f"{work} has no trained {path.name}. Run the stage distill first.")
@@ -190,7 +190,7 @@ def choose_vocab(
 
 
 def check_size(size: int, always: Sequence[int], num_ids: int) -> list[int]:
-    """The tokens `always` that the draft has, ascending. `ValueError` as in `choose_vocab`."""
+    """Return those of the tokens `always` that are below `num_ids`, ascending. `ValueError` as in `choose_vocab`."""
     kept = sorted({token for token in always if token < num_ids})
     if not len(kept) < size < num_ids:
         raise ValueError(
@@ -212,7 +212,7 @@ def covered_mass(token_ids: Tensor, answers: Dataset) -> float:
 
 
 def answer_counts(answers: Dataset, num_ids: int) -> np.ndarray:
-    """Number of occurrences of each token id in the answers, `[num_ids]`, or longer if larger ids occur."""
+    """Count each token id in the answers: `[num_ids]` numbers of occurrences, or more if larger ids occur."""
     counts = np.zeros(num_ids, dtype=np.int64)
     for batch in answers.select_columns(["input_ids", "prompt_length"]).iter(batch_size=1000):
         pairs = zip(batch["input_ids"], batch["prompt_length"], strict=True)

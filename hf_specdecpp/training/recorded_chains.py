@@ -41,9 +41,9 @@ ROWS_AT_ONCE = 128  # candidates whose p or q [rows, vocab] are in memory at the
 
 
 def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
-    """The rows of `Recorder.of_text` for up to 200 rollouts of `split` at the temperature of `sampling`, with `text`,
-    the index of each row's rollout; cached in `work/chains`. `ValueError` if there are no such rollouts, their answers
-    are too short, or a cached shard is damaged."""
+    """Return the rows of `Recorder.of_text` for up to 200 rollouts of `split` at the temperature of `sampling`, with
+    `text`, the index of each row's rollout; cached in `work/chains`. `ValueError` if there are no such rollouts, their
+    answers are too short, or a cached shard is damaged."""
     config, texts = made.config, made.texts(split, sampling)
     folder = config.work / FOLDER / f"{split}-{sampling.temperature:g}"
     wanted = {"inputs": config.head.inputs, **asdict(sampling), "seed": config.seed, **fingerprint(config)}
@@ -118,7 +118,7 @@ class Recorder:
 
 
 def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Any) -> Tensor:
-    """The head's uncalibrated log-odds `[rows]` of recorded candidates."""
+    """Return the head's uncalibrated log-odds `[rows]` of recorded candidates."""
     rows = {"hidden": chains["hidden"], "tokens": chains["token"][:, None]}
     if head.inputs == "before":
         rows["scalars"] = chains["scalars"][:, None]
@@ -156,7 +156,7 @@ class Drawing:
     generator: torch.Generator | None = None  # not used by greedy sampling
 
     def candidates(self, drafter: Any, states: Tensor) -> tuple[Tensor, Tensor]:
-        """One candidate for each state `[n, hidden_size]`: tokens `[n]`, and their `scalar_features` `[n, 6]`."""
+        """Draw a candidate for each state `[n, hidden_size]`: tokens `[n]`, and their `scalar_features` `[n, 6]`."""
         tokens, scalars, greedy = [], [], self.sampling.greedy
         for rows in states.split(ROWS_AT_ONCE):
             q = self.sampling.q(drafter.logits(rows, self.vocab_size))
@@ -166,7 +166,7 @@ class Drawing:
 
 
 def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tensor]:
-    """Groups of starts whose chains can be read in one pass: all starts, or single ones if a model reads no trees."""
+    """Group the starts whose chains can be read in one pass: all of them, or single ones if a model reads no trees."""
     starts = torch.as_tensor(starts, dtype=torch.long)
     try:
         for model in models:
@@ -231,8 +231,8 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
 def target_probabilities(
     reader: DraftModel, ids: list[int], starts: Tensor, tokens: Tensor, drawing: Drawing
 ) -> Tensor:
-    """p of each candidate in `tokens` `[c, k]`, given the earlier candidates of its chain. `reader` runs the target;
-    `ids` and `starts` are as in `draft_chains`."""
+    """Return p `[c, k]` of each candidate in `tokens` `[c, k]`, given the earlier candidates of its chain. `reader`
+    runs the target; `ids` and `starts` are as in `draft_chains`."""
     device = reader.device
     starts, tokens = starts.to(device), tokens.to(device)
     text = BranchingText(reader, ids[: int(starts[-1])])

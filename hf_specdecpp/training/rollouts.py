@@ -48,12 +48,12 @@ Target: TypeAlias = Callable[[list[Encoded], float, int], Iterator[tuple[int, li
 
 
 def sets_to_evaluate(config: TrainingConfig) -> dict[str, str]:
-    """Test sets: names, and their files or data sets. `ValueError` as in `named_sources`."""
+    """Return the name of each test set with its file or data set. `ValueError` as in `named_sources`."""
     return named_sources(config.evaluation.data, TRAIN, HELDOUT)
 
 
 def all_prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
-    """The prompts by set: `train`, `heldout` and every test set."""
+    """Return the prompts by set: `train`, `heldout` and the name of every test set."""
     rollouts = config.rollouts
     whole = {name: read_prompts(source) for name, source in sets_to_evaluate(config).items()}
     unseen = {prompt.opening for prompts in whole.values() for prompt in prompts}  # also beyond `max_prompts`
@@ -95,7 +95,7 @@ def run(config: TrainingConfig) -> None:
 
 
 def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prompt]]) -> dict[str, Any]:
-    """The settings that answers depend on. Server address and batch size may change between runs."""
+    """The settings that answers depend on. Server address and batch size are left out: they may change between runs."""
     rollouts = config.rollouts
     texts = json.dumps([[[prompt.id, prompt.messages] for prompt in prompts[split]] for split in prompts])
     return {
@@ -126,7 +126,7 @@ def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path,
 
 
 def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]]) -> None:
-    """Generate the missing shards."""
+    """Generate those of the `shards` that are not whole."""
     missing = {path: rows for path, rows in shards.items() if not _is_whole(path, len(rows))}
     if not missing:
         return
@@ -154,7 +154,7 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
 
 
 def _is_whole(path: Path, num_rows: int) -> bool:
-    """Whether a shard exists with all its rows. Warns if the file is damaged."""
+    """Whether a shard exists with all its rows. Warns of a file that is damaged."""
     if not path.is_file():
         return False
     with suppress(pyarrow.ArrowInvalid, OSError):

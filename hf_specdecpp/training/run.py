@@ -103,7 +103,7 @@ def run(options: TrainOptions) -> None:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The settings in a YAML file. `ValueError` if the file is not YAML, or not a mapping."""
+    """Return the settings in a YAML file. `ValueError` if the file is not YAML, or not a mapping."""
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:

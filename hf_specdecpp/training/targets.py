@@ -48,7 +48,7 @@ class LocalTarget:
         self.takes_positions = takes_positions(self.model)
 
     def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
-        """Yields in any order: index of an item, new tokens, and whether an end-of-sequence token ended the answer."""
+        """Yield in any order the index of an item, new tokens, and whether an end-of-sequence token ended them."""
         order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))  # little padding
         for start in range(0, len(order), self.settings.batch_size):
             batch = order[start : start + self.settings.batch_size]
@@ -59,7 +59,7 @@ class LocalTarget:
 
     @torch.inference_mode()
     def _answer(self, batch: list[Encoded], sampling: Sampling) -> Iterator[tuple[int, list[int], bool]]:
-        """As `__call__`, for one batch."""
+        """Answer one batch, with indices into `batch`; otherwise as `__call__`."""
         room = [self.codec.num_fitting(item, self.settings.max_new_tokens) for item in batch]
         answers: list[list[int]] = [[] for _ in batch]
         cache, rows = DynamicCache(config=self.model.config.get_text_config(decoder=True)), list(range(len(batch)))
@@ -89,7 +89,7 @@ class LocalTarget:
                 ids, mask, rows = ids[kept], mask[kept], [row for row in rows if row in writing]
 
     def _draw(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """A token `[batch]` for each row of logits `[batch, vocab]`. `ValueError` for NaN logits."""
+        """Draw tokens `[batch]` from logits `[batch, vocab]`. `ValueError` for NaN logits."""
         if bool(logits.sum().isnan()):  # also for infinities of both signs
             raise ValueError(
                 f"The target {self.model.config.name_or_path!r} computed NaN logits in {self.model.dtype} on "
@@ -108,7 +108,7 @@ class LocalTarget:
 
 
 class ServerTarget:
-    """Sends prompts to a server as token ids, `batch_size` at a time: its template and tokenizer are not used."""
+    """Sends prompts to a server as token ids, `batch_size` at a time, so without its template and tokenizer."""
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec
@@ -118,7 +118,7 @@ class ServerTarget:
             raise ValueError(f"The server {self.url!r} is not a URL such as http://localhost:8000.")
 
     def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
-        """As in `LocalTarget`. `ConnectionError` if the server fails six times, `ValueError` if it refuses."""
+        """Yield as `LocalTarget` does. `ConnectionError` if the server fails six times, `ValueError` if it refuses."""
         with ThreadPoolExecutor(self.settings.batch_size) as pool:
             asked = {pool.submit(self._ask, item, temperature, seed + index): index for index, item in enumerate(items)}
             try:
@@ -130,7 +130,7 @@ class ServerTarget:
                 pool.shutdown(cancel_futures=True)
 
     def _ask(self, item: Encoded, temperature: float, seed: int) -> tuple[str, bool]:
-        """The text of an answer, and whether an end-of-sequence token ended it."""
+        """Return the text of an answer, and whether an end-of-sequence token ended it."""
         body = {
             "model": self.model,
             "prompt": item.input_ids,

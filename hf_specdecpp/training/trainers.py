@@ -26,12 +26,12 @@ LOGS, LOG_FOLDER = "logs", "TENSORBOARD_LOGGING_DIR"  # folder, and environment 
 
 
 def process_state() -> PartialState:
-    """accelerate's state of this process. On a CPU, accelerate finds the other processes only with `cpu=True`."""
+    """Return accelerate's state of this process. On a CPU, accelerate finds other processes only with `cpu=True`."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def check_trackers(report_to: str | list[str]) -> None:
-    """Raise `ValueError` if Trainer does not know a tracker, or it is not installed; called before the rollouts."""
+    """Raise `ValueError` if Trainer does not know a tracker, or it is not installed. Called before the rollouts."""
     try:
         for callback in get_reporting_integration_callbacks(report_to):
             callback()
@@ -42,14 +42,14 @@ def check_trackers(report_to: str | list[str]) -> None:
 
 
 def logging_to(folder: Path) -> AbstractContextManager[None]:
-    """A context in which new Trainers write TensorBoard's files to `folder`: that of the checkpoints is deleted."""
+    """A context in which Trainers log for TensorBoard in `folder`, which stays when the checkpoints are deleted."""
     return patch_environment(**{LOG_FOLDER: os.environ.get(LOG_FOLDER, str(folder))})
 
 
 def training_arguments(
     config: TrainingConfig, section: DistillConfig | HeadConfig, checkpoints: Path, **own: Any
 ) -> TrainingArguments:
-    """Trainer's arguments: defaults of the stages `distill` and `head`, those in `section`, and `own`."""
+    """Return Trainer's arguments: defaults of the stages `distill` and `head`, settings in `section`, and `own`."""
     return TrainingArguments(
         output_dir=str(checkpoints),
         per_device_train_batch_size=section.batch_size,
@@ -98,7 +98,7 @@ class Record:
         return differences(found.get("settings", {}), self.settings) if found else []
 
     def begin(self) -> None:
-        """Write the settings. First deletes files of `made` from other settings (with a warning) or unknown ones."""
+        """Write the settings. Deletes `made` first, unless the file has these settings; warns if it has others."""
         found = self._read()
         if found.get("settings") == self.settings:
             return
@@ -138,7 +138,7 @@ def shards(
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all parts, joined along the first dimension; empty without parts."""
+    """Join the tensors of all parts along the first dimension; empty without parts."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 

@@ -1,5 +1,5 @@
-"""Checks that a model computes the same logits in one pass over a token tree as over each path alone (`check_tree`):
-unsuitable models are refused with the reason, others are tested. `caches.masks` makes the inputs."""
+"""Checks that a model computes the same logits in one pass over a token tree as over each path alone (`check_tree`).
+`caches.masks` makes the inputs of such passes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionar
 
 
 def check_tree(target: CausalLM, role: str = "target") -> None:
-    """Raise `ValueError` unless `target` (`role` in messages) reads a token tree in one pass as it reads the paths.
+    """Raise `ValueError` unless one pass of `target` over a token tree gives the same logits as passes over its paths.
 
-    `refuse_tree` first checks the model without a pass. Then `tree_error` compares logits; a model that has passed is
-    not tested again. Targets with foreign code are tested during generation instead (`caches.trial`).
+    `refuse_tree` first checks the model (`role` in messages). Then `tree_error` compares logits, unless it has done so
+    before. Targets with foreign code, such as hooks, are tested during generation instead (`caches.trial`).
     """
     refuse_tree(target, role)
     if has_read_tree(target) or (role == "target" and any(True for _ in foreign_code(target))):
@@ -56,7 +56,7 @@ def check_tree(target: CausalLM, role: str = "target") -> None:
 
 
 def check_trees(readers: Mapping[str, CausalLM]) -> None:
-    """`check_tree` for each model, by role."""
+    """Call `check_tree` for each model; `readers`: models by role (`"target"`, ...)."""
     for role, model in readers.items():
         check_tree(model, role)
 
@@ -109,8 +109,8 @@ TEST_PATHS = [[0, 1, 2], [0, 1, 3], [0, 4, 5]]
 
 
 def tree_error(model: CausalLM) -> float:
-    """Largest error of the model's logits on a small tree, compared with its paths read one by one, relative to the
-    variation of the logits between nodes. Three passes, of at most 18 tokens."""
+    """Return the largest error of the model's logits in a pass over a small tree, compared with its paths read one by
+    one, relative to how much logits differ between nodes. Makes three passes, of at most 18 tokens."""
     device = causal_lm.input_device(model)
     with causal_lm.trying(model) as read:
         tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % causal_lm.num_embeddings(model)

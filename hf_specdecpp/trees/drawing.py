@@ -15,7 +15,7 @@ LINES = ("│", "├─", "└─")  # missing in cp1252, the encoding of pipes 
 
 @dataclass(frozen=True, repr=False)
 class DrawnTree:
-    """A tree, whose root is the last token of the sequence, and its accepted nodes (`path`). `str()` has token ids."""
+    """A verified tree, and its accepted nodes (`path`) without the root. `str()` is `text()` with token ids."""
 
     tree: DraftTree
     path: list[int]
@@ -24,8 +24,8 @@ class DrawnTree:
         return self.text()
 
     def text(self, decode: Callable[[int], str] = str) -> str:
-        """A line for each node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot. The
-        root's line has numbers of candidates and draft passes instead."""
+        """Return a line for each node: `*` if accepted, its token (`decode` of the id), its estimate a and the value v
+        of its slot. The root's line has the numbers of candidates, draft passes and accepted nodes instead."""
         tree, accepted = self.tree, set(self.path)
         lines = [
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "
@@ -45,7 +45,7 @@ class DrawnTree:
         return "\n".join(lines)
 
     def save(self, file: str | Path, decode: Callable[[int], str] = str) -> None:
-        """Write a picture, format by the file's ending: accepted nodes filled, others paler. Needs matplotlib."""
+        """Write a picture in the format of the file's ending: accepted nodes filled, others pale. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         tree, accepted = self.tree, {0, *self.path}
@@ -68,7 +68,7 @@ class DrawnTree:
         figure.savefig(file)
 
     def _places(self) -> list[tuple[float, float]]:
-        """Coordinates of each node: leaves next to each other, parents above the middle of their children."""
+        """(x, -depth) of each node: leaves next to each other, parents above the middle of their children."""
         tree, leaves = self.tree, 0
         across = [0.0] * len(tree.tokens)
         for node in tree.depth_first()[::-1]:

@@ -3,9 +3,9 @@
 Explained with an example in `docs/dyspec.md`.
 
 In the paper's notation: Tr is the tree, D(.|x) the draft's distribution after x, R the rest of D after siblings were
-drawn, v the value of a slot, t the threshold. A node whose D is known has one open slot, its next child. Drawing y,
-whose acceptance probability is a(y), at a slot of value v opens two slots: y's first child, v * a(y), and y's next
-sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
+drawn, v the value of a slot (the probability that verification reaches it), t the threshold. A node whose D is known
+has one open slot, its next child. Drawing y, whose acceptance probability is a(y), at a slot of value v opens two
+slots: y's first child, v * a(y), and y's next sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
 
 The output is exact: whether to draw at a slot depends on its value, which is known before the draw, and drawn nodes
 stay. For a greedy target nothing is drawn: the next sibling is the next likeliest token, known in advance. So its slots
@@ -39,8 +39,8 @@ LATEST = 0.1  # share of the latest round in the running means of `ThresholdSche
 
 
 def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
-    """Algorithm 1: draw at the slot of the highest value, until the tree has `budget` nodes or all values are below
-    `threshold`. One draft pass for each node that gets a child."""
+    """Algorithm 1: draw at the slot of the highest value, until the tree has `budget` candidates or all values are
+    below `threshold`. One draft pass for each node that gets a child."""
     while len(growth.tree) < budget:
         leaf = max(growth.leaves, key=growth.leaves.__getitem__, default=0)
         promised = growth.leaves.get(leaf, -1.0)
@@ -56,7 +56,7 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
     """Algorithm 2: one draft pass per level, then a draw at every slot of value t or more, best first.
 
     With the paper's fixed t most of the budget is unused if the draft is unsure. Here `pace` chooses t for each level,
-    at least `threshold`. In the end the rest of the budget is drawn at the best open slots of at least `threshold`.
+    at least `threshold`. The rest of the budget is drawn after the last level, at the best slots from `threshold` on.
     """
     tree, done = growth.tree, False
     usual = pace.estimate if growth.greedy else 1.0  # expected a(y) of a leaf's child
@@ -87,14 +87,14 @@ class ThresholdSchedule:
 
     Attributes:
         split_entropy: h in nats, a running mean over rounds (`LATEST`). The initial value counts as a round.
-        estimate: the mean a, likewise.
+        estimate: the mean a, a running mean in the same way.
     """
 
-    def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
-        self.split_entropy, self.estimate, self.rounds = split_entropy, estimate, 1
+    def __init__(self) -> None:
+        self.split_entropy, self.estimate, self.rounds = 0.3, 0.7, 1
 
     def threshold(self, values: list[float], budget: int) -> float:
-        """t, given the values of the slots and the remaining budget; at most the highest value."""
+        """Return t of a level, at most the highest of the slots' `values`. `budget`: candidates still to draw."""
         ranked = sorted(values, reverse=True)[:budget]
         h = CAUTION * self.split_entropy
         total, t = 0.0, math.inf
@@ -116,8 +116,8 @@ class ThresholdSchedule:
 
 
 def grow_shape(growth: Growth, shape: Shape) -> None:
-    """Grow a given shape, one draft pass per level, without nodes below the maximum depth, after end-of-sequence tokens
-    or where D has no token left."""
+    """Grow a tree of a given shape, one draft pass per level. Nodes are missing below the maximum depth, after
+    end-of-sequence tokens and where D has no token left."""
     tree = growth.tree
     ranks: dict[int, tuple[int, ...]] = {0: ()}
     while level := [node for node in growth.leaves if tree.depths[node] == tree.levels and shape.get(ranks[node])]:
@@ -193,13 +193,13 @@ class Growth:
         return -self._heap[0][0] if self._heap else -1.0
 
     def draw_best(self) -> int | None:
-        """Draw at the open slot of the highest priority; the new node, or `None` if no token was left there."""
+        """Draw at the open slot of the highest priority. Returns the new node, or `None` if no token was left there."""
         if self.best < 0.0:  # also removes outdated entries from the top of the heap
             return None
         return self.draw(self._heap[0][1])
 
     def draw(self, parent: int) -> int | None:
-        """Draw at the open slot of `parent`; the new node, or `None` if there is no open slot or no token left."""
+        """Draw the next child of `parent`. Returns the new node, or `None` if there is no open slot or token left."""
         if self.open.pop(parent, None) is None:  # for a greedy target: no further sibling
             return None
         v, drawn = self._slots.pop(parent)
@@ -217,7 +217,7 @@ class Growth:
         return child
 
     def slots(self) -> list[tuple[float, float]]:
-        """v and priority of each open slot."""
+        """Value v and priority of each open slot."""
         return [(self._slots[node][0], value) for node, value in self.open.items()]
 
     def _open(self, node: int, v: float, chance: float | None = None) -> None:
@@ -236,23 +236,23 @@ class Growth:
 
 
 class SlotValuation:
-    """Turns estimates into a(y) and slot priorities. `rates` calibrates by verified candidates (not in the paper)."""
+    """Turns estimates into a(y) and slot priorities. If given, `rates` calibrate estimates (not in the paper)."""
 
     def __init__(self, rates: AcceptanceRates | None = None) -> None:
         self.rates: Any = rates
 
     def calibrated(self, estimate: float) -> float:
-        """a(y), given the estimate."""
+        """The acceptance probability a(y) of a token with this estimate."""
         return estimate if self.rates is None else self.rates.calibrated(estimate)
 
     def expected(self, _last: float | None, _chance: float | None = None, /) -> float:
-        """Priority of an open slot divided by v, before its token is known. `_last`: estimate of the sibling before;
-        `_chance`: estimate of the slot's own token, if an estimator knows it before the draw."""
+        """Factor of v in the priority of a slot before its draw, 1 unless overridden. `_last`: estimate of the sibling
+        before; `_chance`: estimate of the slot's own token, if an estimator knows it before the draw."""
         return 1.0
 
 
 class SoftmaxBuffer:
-    """Memory for the q of up to `num_rows` nodes, reused by the next tree; further nodes get their own memory.
+    """Memory for the q of up to `num_rows` nodes of a tree, reused by the next tree; further nodes get their own.
 
     On a CPU a softmax that allocates memory takes four times as long.
     """
@@ -262,7 +262,7 @@ class SoftmaxBuffer:
         self.rows: Tensor | None = None
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """q of logits `[n, vocab]`. Rows whose logits are all -inf become 0 on a CPU, nan elsewhere."""
+        """Return q of logits `[n, vocab]`. Rows whose logits are all -inf become 0 on a CPU, nan elsewhere."""
         begin, self.used = self.used, self.used + scores.shape[0]
         if scores.device.type != "cpu":
             return scores.softmax(dim=-1)
@@ -279,7 +279,7 @@ class SoftmaxBuffer:
 
 @dataclass
 class Slots:
-    """How the slots of one sequence's trees are valued and filled."""
+    """How the slots of one sequence's trees are valued, and how children are drawn there."""
 
     estimator: Estimator  # estimates the acceptance of drawn tokens
     randomness: Randomness | None = None  # draws siblings; `None` takes the likeliest tokens (greedy targets)
@@ -295,8 +295,8 @@ class Slots:
 
 
 def judged_siblings(siblings: Siblings, row: int, chance: float | None) -> Iterator[tuple[int, float]]:
-    """Draw the siblings in a row of `siblings` one by one: (y, a(y)), with a(y) = q(y) / (1 - q of earlier siblings).
-    `chance`: a(y) of the first, if it is known before the draw."""
+    """Draw tokens from a row of `siblings` until none is left. Yields (y, a(y)), with a(y) = q(y) / (1 - q of earlier
+    siblings). `chance`: a(y) of the first instead, if an acceptance head has given it before the draw."""
     mass = 0.0
     while (drawn := siblings.draw_next(row)) is not None:
         token, q = drawn
@@ -306,7 +306,7 @@ def judged_siblings(siblings: Siblings, row: int, chance: float | None) -> Itera
 
 
 def check_estimator(estimator: Estimator) -> None:
-    """Raise `ValueError` if `estimator` cannot value slots before the draw."""
+    """Raise `ValueError` for an acceptance head that judges a candidate only after the draft has read it."""
     if estimator.inputs == "after":
         raise ValueError(
             'This acceptance head judges a candidate after the draft has read it (inputs="after"), but a tree must '

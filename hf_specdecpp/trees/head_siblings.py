@@ -18,16 +18,16 @@ AHEAD = 4
 
 
 class HeadJudgedSiblings:
-    """As `growth.judged_siblings`, for a level, with estimates of a head with `inputs="before"`.
+    """Draws the children of all nodes of a level, and judges them by an acceptance head with `inputs="before"`.
 
     A few siblings of every node (`ahead`) are drawn ahead, so that one pass of the head serves a level. The output
     stays exact: a sibling is seen only after the decision to take it, and siblings that are not taken are forgotten.
 
     Args:
-        how: the `Slots` of the tree.
+        how: the `Slots` of the tree, whose estimator is the head.
         siblings: draws from q, which is then overwritten.
-        q, scores, hidden: `[n, vocab]`, the softmax of the draft's logits, these, and `[n, hidden_size]`, the states
-            that they were computed from.
+        q, scores: `[n, vocab]` of the level's n nodes: the draft's distributions of the next token, and their logits.
+        hidden, depths: `[n, hidden_size]`, the draft's states behind these logits, and depth of each node.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HeadJudgedSiblings:
         self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]  # tokens, with estimates
 
     def of_node(self, row: int) -> Iterator[tuple[int, float]]:
-        """The siblings below the level's node in this row, with estimates, in the order drawn."""
+        """Yield the children of the level's node in this row, in the order drawn: token and estimated acceptance."""
         judged = self.judged[row]
         for place in count():
             if place == len(judged):
@@ -74,12 +74,12 @@ class HeadJudgedSiblings:
 
 
 def sibling_features(drawn: Tensor, tops: Tensor, entropies: Tensor, greedy: bool) -> Tensor:
-    """`scalar_features` `[n, c, 6]` of c siblings below each of n nodes: each for its q without the earlier siblings,
-    which is not computed. All on the host, in float64.
+    """Return the six `scalar_features`, `[n, c, 6]` float32, of c siblings below each of n nodes. Those of each sibling
+    are of q without the earlier siblings, renormalised. The arguments are float64 on the host.
 
     Args:
         drawn: `[n, c, 2]`, the siblings in the order drawn: token and q.
-        tops: `[n, c + 1, 2]` or more, the likeliest tokens and their q.
+        tops: `[n, c + 1, 2]` or more, the likeliest tokens after each node and their q.
         entropies: `[n]`, of q, in nats.
     """
     (tokens, q), (top_tokens, top_q) = drawn.unbind(-1), tops.unbind(-1)
@@ -97,7 +97,7 @@ def sibling_features(drawn: Tensor, tops: Tensor, entropies: Tensor, greedy: boo
 
 
 def _entropies(q: Tensor, scores: Tensor) -> Tensor:
-    """`[n]`, entropies in nats of q, the softmax of `scores`: log of the normaliser minus the mean score."""
+    """Entropies `[n]` in nats of q, the softmax of `scores`: log of the normaliser minus the mean score."""
     log_normaliser = scores.amax(-1) - q.amax(-1).log()
     # Scores of -inf have q = 0 and add nothing, but 0 * -inf would be nan.
     finite = scores.clamp_min(torch.finfo(scores.dtype).min)

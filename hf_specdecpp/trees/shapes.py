@@ -11,8 +11,8 @@ MOST_IN_A_LEVEL = 1024
 
 
 def from_expansions(counts: Sequence[int]) -> Shape:
-    """SpecInfer (arXiv 2305.09781): every node of depth i has `counts[i]` children. `[1, 1, 1]` is a chain of three.
-    `ValueError` if a number is not positive, or a level is too large."""
+    """Return a shape in which every node of depth i has `counts[i]` children (SpecInfer, arXiv 2305.09781). `[1, 1, 1]`
+    is a chain of three. `ValueError` if a number is not positive, or a level has more than 1024 nodes."""
     shape: Shape = {}
     level: list[tuple[int, ...]] = [()]
     for count in counts:
@@ -27,7 +27,8 @@ def from_expansions(counts: Sequence[int]) -> Shape:
 
 
 def from_nodes(nodes: Sequence[Sequence[int]]) -> Shape:
-    """A shape from all nodes but the root, as in `Shape`; `ValueError` if a parent or an earlier sibling is missing."""
+    """Return the shape with these nodes, each named by the ranks on the way to it: `[0, 1]` is the second child of the
+    root's first child. `ValueError` if a parent or an earlier sibling is missing."""
     listed = {tuple(node) for node in nodes}
     shape: Shape = {}
     for node in listed:
@@ -42,25 +43,24 @@ def from_nodes(nodes: Sequence[Sequence[int]]) -> Shape:
 
 
 def size(shape: Shape) -> int:
-    """Number of candidates."""
+    """Number of candidates of a tree of this shape."""
     return sum(shape.values())
 
 
 def make_shape(description: Sequence[int] | Sequence[Sequence[int]]) -> Shape:
-    """The shape of numbers of children by depth (`from_expansions`) or of a list of nodes (`from_nodes`)."""
+    """Make a shape from numbers of children by depth (`from_expansions`) or from a list of nodes (`from_nodes`)."""
     if all(isinstance(item, int) for item in description):
         return from_expansions(description)  # type: ignore[arg-type]
     return from_nodes(description)  # type: ignore[arg-type]
 
 
 def best_shape(rates: Sequence[float], budget: int, max_depth: int) -> Shape:
-    """The shape with the most expected accepted candidates (Sequoia, arXiv 2402.12374, section 3.1).
+    """Return the shape with the most expected accepted candidates (Sequoia, arXiv 2402.12374, section 3.1).
 
     Args:
         rates: probability that a node's first, second, ... child is the accepted one, as measured
             (`SpeculationStats.acceptance_by_rank`), assumed equal at every node.
-        budget: number of candidates.
-        max_depth: longest path.
+        budget: the most candidates of the tree; `max_depth`: the most on a path.
 
     Let F_d(n) be the most expected accepted candidates from n candidates in d levels below an accepted node, and G_k(n)
     the part of the children from rank k on, with n candidates in total:

@@ -31,8 +31,7 @@ class DraftTree:
         scores: `[vocab]` logits after each node that the draft has expanded. The first child was drawn from their
             softmax q, each further child from q without the earlier children, renormalised.
         distributions: q of such nodes, if drawing has computed it.
-        passes: number of draft passes.
-        levels: number of calls that expanded nodes.
+        passes, levels: number of draft passes, and of calls that expanded nodes.
     """
 
     def __init__(self, root: int = -1) -> None:
@@ -46,7 +45,7 @@ class DraftTree:
 
     @classmethod
     def of(cls, parents: list[int], tokens: list[int], estimates: list[float]) -> DraftTree:
-        """A tree whose nodes after the root have these parents, tokens and estimates."""
+        """Make a tree. The lists have an entry for each node after the root: index of its parent, token, estimate."""
         tree, children = cls(), [list[int]() for _ in range(len(tokens) + 1)]
         tree.tokens, tree.parents = tree.tokens + tokens, tree.parents + parents
         tree.values, tree.estimates = tree.values + [0.0] * len(tokens), tree.estimates + estimates
@@ -65,7 +64,7 @@ class DraftTree:
 
     @property
     def num_drawn(self) -> int:
-        """Number of candidates that were drawn."""
+        """Number of candidates that were drawn, not looked up."""
         return len(self.tokens) - 1 - len(self.looked_up)
 
     def __len__(self) -> int:
@@ -91,7 +90,7 @@ class DraftTree:
         return node
 
     def child(self, parent: int, token: int) -> int | None:
-        """The drawn child of `parent` with this token, or `None`."""
+        """The index of the drawn child of `parent` with this token, or `None`."""
         for child in self.children[parent]:
             if self.tokens[child] == token:
                 return child
@@ -109,11 +108,11 @@ class DraftTree:
         return self.scores[node].softmax(dim=-1) if found is None else found
 
     def path(self, node: int) -> list[int]:
-        """Tokens from below the root down to `node`, included."""
+        """Tokens on the way from the root, which is left out, down to `node`, included."""
         return [self.tokens[each] for each in self.nodes_to(node)]
 
     def nodes_to(self, node: int) -> list[int]:
-        """The nodes from below the root down to `node`, included."""
+        """The nodes on the way from the root, which is left out, down to `node`, included."""
         nodes = []
         while node > 0:
             nodes.append(node)
@@ -131,7 +130,7 @@ class DraftTree:
         return order
 
     def as_chain(self) -> DraftTree:
-        """This tree as a `Chain`, which is verified differently, if it has one branch; otherwise the tree itself."""
+        """Return a `Chain`, which is verified differently, if the tree has one branch; otherwise the tree itself."""
         if self.parents != list(range(-1, len(self))):
             return self
         chain = Chain.__new__(Chain)
@@ -149,8 +148,8 @@ class DraftTree:
         return [counts[depth] for depth in range(1, len(counts))]
 
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
-        """For the root and each drawn node of `path`, which does not contain the root: its children's estimates, and
-        the accepted child's rank or `None`."""
+        """For the root and each drawn node of `path`, the accepted nodes without the root, yield the estimates of its
+        drawn children, and the rank of the accepted one among them, `None` if none was accepted."""
         drawn = self.drawn(path)
         for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
@@ -162,7 +161,7 @@ class DraftTree:
 
 
 class Chain(DraftTree):
-    """A tree of one branch.
+    """A `DraftTree` of one branch.
 
     Args:
         tokens: k candidates.
@@ -196,8 +195,8 @@ class Chain(DraftTree):
 
 
 def relations(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Ancestors, bool `[n, n]`, and depths `[n]` of nodes. Row i of the ancestors marks the nodes that node i sees,
-    itself included. `parents`: index of each node's parent, -1 for a root; parents come first.
+    """Return ancestors, bool `[n, n]`, and depths `[n]` of nodes. Row i of the ancestors marks the nodes that node i
+    sees, itself included. `parents`: index of each node's parent, -1 for a root; parents come first.
 
     Example: a root with two children, the first of which has a child, has parents [-1, 0, 0, 1]. Its rows of ancestors
     are 1000, 1100, 1010 and 1101, its depths 0, 1, 1, 2.
@@ -211,7 +210,7 @@ def relations(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 class TreePass:
-    """The node in each row of a pass over a tree as it is now, by default depth first, as the target reads it.
+    """Which node each row of a forward pass over a tree reads: `order`, by default depth first, as the target does.
 
     Example: a root has the children 1 and 2, and 1 has the child 3. The rows are the nodes 0, 1, 3, 2: node 2 is in row
     3.
@@ -223,10 +222,10 @@ class TreePass:
         self.rows = dict(zip(self.order, range(len(self.order)), strict=True))  # row of each node
 
     def upload(self, device: torch.device, width: int = 0, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root; for `tree_inputs`
-        `ancestors` `[w, w]` and `depths` `[w]` of w = n + 1 nodes. If `width` is larger, w is `width`: dummies follow,
-        at the root's position, which see only themselves and are seen by no node. If earlier passes have read the
-        nodes before row `first`, their tokens and rows of `ancestors` are left out."""
+        """Return inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root; for
+        `tree_inputs` `ancestors` `[w, w]` and `depths` `[w]` of w = n + 1 nodes. If `width` is larger, w is `width`:
+        dummies follow, at the root's position, which see only themselves and are seen by no node. If earlier passes
+        have read the nodes before row `first`, their tokens and rows of `ancestors` are left out."""
         read = [self.tree.tokens[node] for node in self.order[max(first, 1) :]]
         parents = self.tree.parents
         ancestors, depths = relations([-1, *(self.rows[parents[node]] for node in self.order[1:])])
@@ -239,7 +238,7 @@ class TreePass:
 
 
 def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Integer and bool tensors of the host on a device, with one copy for all; on a CPU the same tensors."""
+    """Copy integer and bool tensors from the host to a device, in one transfer; on a CPU return the same tensors."""
     if device.type == "cpu":
         return list(parts)
     together = torch.cat([part.flatten().long() for part in parts]).to(device)

@@ -1,10 +1,9 @@
 """Verification: which candidates of a chain or a tree the target accepts, and the token that follows.
 
 Pure functions of randomness, p, the target's distribution, and q, the distribution that a candidate was drawn from,
-both after all logits processors. `docs/verification.md` and `docs/dyspec.md` explain the formulas. Every device and
-CUDA graphs use the same functions of tensors: a CPU for the rows that a test needs, an accelerator for all rows at
-once, so that a round has one read. Tests compare them with the papers' loops in
-`tests/support/enumeration/readable_verification.py`.
+both after all logits processors. `docs/verification.md` and `docs/dyspec.md` explain the formulas. CUDA graphs use the
+same functions. A CPU computes the rows that a test needs, an accelerator all rows at once, so that a round has one
+read. Tests compare with the papers' loops in `tests/support/enumeration/readable_verification.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ Verification = Literal["block", "token"]
 
 
 def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
-    """Accept candidates while they are the target's likeliest tokens.
+    """Return how many candidates of a chain are accepted, being the target's likeliest tokens, and the likeliest token
+    after them.
 
     Args:
         candidates: k tokens.
         scores: `[k + 1, vocab]`, the target's processed logits at the place of each candidate and after the last.
-
-    Returns:
-        Number of accepted candidates, and the token that follows them.
     """
     choices = likeliest_tokens(scores)
     accepted = 0
@@ -44,7 +41,7 @@ def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
 def verify_sampled(
     candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
 ) -> tuple[int, int]:
-    """Accept candidates that were drawn; the emitted tokens have exactly the distribution p.
+    """Accept drawn candidates of a chain such that the emitted tokens have exactly the distribution p.
 
     Args:
         candidates: k tokens, the i-th drawn from `q[i]`; ids, or a tensor of them.
@@ -83,7 +80,7 @@ def verify_sampled(
 def outcomes(
     candidates: Sequence[int] | Tensor, count: Tensor | None, p: Tensor, q: Tensor, verification: Verification
 ) -> tuple[Tensor, Tensor]:
-    """Tests of each number of accepted candidates, applied from the last, and weights of the token after each number.
+    """Return the tests of `verify_sampled`, and weights of the token after each number of accepted candidates.
 
     Let r_i = p(y_i) / q(y_i), c_0 = 1 and c_i = min(1, c_{i-1} r_i). As a block, test i passes with probability h_i
     (`block_tests`), and the next token is drawn from norm((c_i p - q)+), or from p after the last candidate.
@@ -97,7 +94,8 @@ def outcomes(
         p, q: `[..., k + 1, vocab]` and `[..., k, vocab]`, probabilities of the target and of the draft.
 
     Returns:
-        `[..., k + 1]` probabilities that tests 0 to k pass (if none passes, 0 counts); `[..., k + 1, vocab]` weights.
+        `[..., k + 1]` probabilities that tests 0 to k pass: the last that does gives the number, 0 if none does. `[...,
+        k + 1, vocab]` weights.
     """
     ratios = chain_ratios(candidates, p, q)
     if count is not None:  # without q nothing is left out of p after the last candidate
@@ -184,19 +182,19 @@ def sibling_tests(
 
 
 def acceptance_of(mass: Tensor, share: Tensor, q: Tensor) -> Tensor:
-    """min(1, M(y) / D(y)), from U(y) and f of `sibling_tests` and q(y); nan if p or q is nan."""
+    """min(1, M(y) / D(y)), from U(y) (`mass`) and f (`share`) of `sibling_tests`, and q(y); nan if p or q is nan."""
     return (mass / (share * q)).clamp_max(1.0)
 
 
 def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """(c_i p - q)+ from c_i `[..., n]`, p `[..., n, vocab]` and q `[..., k, vocab]`; c_i p in rows beyond k."""
+    """(c_i p - q)+ from c `[..., n]`, p `[..., n, vocab]` and q `[..., k, vocab]`; c_i p in rows beyond k."""
     left = p * carries[..., None].to(p.dtype)
     left[..., : q.shape[-2], :].sub_(q)
     return left.clamp_min_(0.0)
 
 
 def block_tests(carries: Tensor, left: Tensor) -> Tensor:
-    """h_i = s_i / (s_i + 1 - c_i), `[..., n]`, from c_i `[..., n]` and the `leftovers`, whose sums are s_i.
+    """Tests h_i = s_i / (s_i + 1 - c_i), `[..., n]`, from c_i `[..., n]` and the `leftovers`, whose sums are s_i.
 
     After the last candidate s_i = c_i, so h_i = c_i. If c_i = 1 and s_i = 0, the next candidate is always accepted, and
     h_i (0 here) does not matter. If p or q is nan, s_i = c_i as after the last candidate, so no further candidate
@@ -226,7 +224,7 @@ def as_tests(weights: Tensor) -> Tensor:
 
 
 def carries_of(ratios: Tensor, verification: Verification) -> Tensor:
-    """c_i, `[..., k + 1]`: `carried` for block verification, 1 for token by token."""
+    """Return c_i, `[..., k + 1]`, from ratios `[..., k]`: those of `carried` for block verification, else 1."""
     return carried(ratios) if verification == "block" else torch.ones_like(functional.pad(ratios, (1, 0)))
 
 
@@ -244,8 +242,8 @@ def carried(ratios: Tensor) -> Tensor:
 
 
 def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
-    """Follow the target's likeliest tokens from the root. `likeliest` returns that after a node, and is called for
-    visited nodes only. Returns the accepted nodes, and the token that follows them."""
+    """Accept nodes from the root down while they are the target's likeliest tokens. `likeliest` returns the likeliest
+    token after the root or an accepted node. Returns the accepted nodes, and the token after them."""
     path: list[int] = []
     node = 0
     while True:
@@ -259,7 +257,7 @@ def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tupl
 def verify_tree(
     tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomness, verification: Verification
 ) -> tuple[list[int], int]:
-    """Accept nodes that were drawn; the emitted tokens have exactly the distribution p.
+    """Accept drawn nodes of a tree such that the emitted tokens have exactly the distribution p.
 
     `"block"` is traversal verification (arXiv 2505.12398), for siblings drawn without replacement: a node is tested
     after all nodes below it, with the probability that their rejections have left. `"token"` is Algorithm 3 of DySpec
@@ -271,8 +269,8 @@ def verify_tree(
             is accepted, and for an accepted leaf; `"token"` for visited nodes.
 
     Returns:
-        The accepted nodes, and the token that follows them, drawn from the part of p that rejected children left, or
-        from p if the last node has no children.
+        The accepted nodes without the root, and the token that follows them, drawn from the part of p that rejected
+        children left, or from p if the last node has no children.
     """
     if verification == "token":
         path = [0]
@@ -295,7 +293,8 @@ def verify_tree(
 
 
 def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness) -> tuple[int | None, int]:
-    """A level of Algorithm 3: the accepted child of a node and its token, or `None` and the token drawn instead."""
+    """Test the children of a node by Algorithm 3, given the target's distribution `p` `[vocab]` after the node. Returns
+    the accepted child and its token, or `None` and a token drawn from the part of p that the children left."""
     tests = child_tests(tree, node, lambda _: p, p.new_ones(()))
     child, chance, mass = next(tests)
     while child is not None and not randomness.bernoulli(float(chance)):
@@ -308,8 +307,9 @@ def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness)
 def child_tests(
     tree: DraftTree, node: int, p: Callable[[int], Tensor], owed: Tensor
 ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
-    """`sibling_tests` of a node that must be accepted with probability `owed`: each child and its acceptance
-    probability, then `None`, the remaining `owed`, and the weights of the token after the node (`None`: p)."""
+    """Yield each child of a node with its acceptance probability (`sibling_tests`), at last `None`, the remaining
+    `owed`, and weights of the token after the node (`None`: p). `owed`: probability with which the node must be
+    accepted."""
     if not tree.children[node] or not owed:  # no tests below
         yield None, owed, None
         return
@@ -323,7 +323,7 @@ def child_tests(
 
 
 def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[int], int]) -> tuple[list[int], int]:
-    """Continue a verified `path` and `token` along looked-up candidates: the longer path and its next token.
+    """Continue a verified `path` and `token` along looked-up candidates; return the longer path and its next token.
 
     A looked-up candidate is accepted if it equals the token drawn from the target's distribution: first `token`, then
     the token drawn after that candidate, and so on. `draw` draws a token after a node, and is called for accepted nodes

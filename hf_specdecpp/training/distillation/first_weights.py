@@ -35,7 +35,7 @@ MARGIN = 12.0  # score of a head's own position minus any other score, so that o
 
 
 def solved(squares: Tensor, products: Tensor) -> Tensor:
-    """The least-squares map `[size of y, size of x]` from x to y, given sums or means of x x^T and of x y^T."""
+    """Least-squares map `[size of y, size of x]` from x to y, from sums or means of x x^T and x y^T (`products`)."""
     ridge = (RIDGE * squares.diagonal().mean() + LEAST) * torch.eye(len(squares))
     return torch.linalg.solve(squares + ridge, products).T
 
@@ -76,8 +76,8 @@ def observed(
 
 @torch.no_grad()
 def fit_fusion(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Tensor]) -> None:
-    """Set F of a `Fusion` so that, by least squares, its output equals the input that the target computes for `layer`,
-    the first layer of the draft. Nothing is fitted for layer 0, which reads embeddings.
+    """Set the matrix F of a `Fusion` by least squares, so that its output is close to the input that the target
+    computes for `layer`, the first layer of the draft. Nothing is fitted for layer 0, which reads embeddings.
 
     The inputs are the target's final state at the token before, and the token's embedding. R stays zero, so that
     further layers in `reads` have no effect before training.
@@ -136,7 +136,7 @@ def layer_settings(target: CausalLM, reads: Sequence[int], vocab: Tensor | None)
 
 
 def size_of(config: Any, name: str) -> Any:
-    """A field of a target's config, or `None`; the last layer's if layers differ, as in Gemma 4."""
+    """Return a field of a target's config, or `None`; the last layer's if layers differ, as in Gemma 4."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers raises this if layers differ
@@ -144,7 +144,7 @@ def size_of(config: Any, name: str) -> Any:
 
 
 def logit_factor(config: Any) -> float:
-    """The factor that some model families multiply logits with; 1 for others."""
+    """Return the factor by which a model of this config multiplies its logits; 1 for most model families."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
@@ -230,7 +230,7 @@ def _maps(model: Eagle3Model, places: Iterable[tuple[Tensor, ...]]) -> tuple[Ten
 
 
 def _unit(states: Tensor) -> Tensor:
-    """RMS norm, as the draft's norms compute it with weights of 1, but for their epsilon: here `TINY`."""
+    """Divide states by their root mean square, as the draft's norms do with weights of 1, but with epsilon `TINY`."""
     return states * (states.square().mean(-1, keepdim=True) + TINY).rsqrt()
 
 
@@ -274,7 +274,7 @@ class LastLayer:
         self.norm = norm if fits and "pre_feedforward_layernorm" not in modules else None
 
     def watch(self, seen: list[Tensor]) -> Any:
-        """Append the input of the MLP's norm, or the layer's output, to `seen` in each pass; returns the hook."""
+        """Append the input of the MLP's norm, or the layer's output, to `seen` in each pass. Returns the hook."""
         if self.norm is not None:
             return self.norm.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
         return self.layer.register_forward_hook(

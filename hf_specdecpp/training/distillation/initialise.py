@@ -78,8 +78,8 @@ def lengths_of(answers: Dataset) -> list[int]:
 
 
 def _useful(answers: Dataset, limit: int, target: CausalLM, config: TrainingConfig) -> Dataset:
-    """The rollouts whose answers begin within the first `limit` tokens; a warning counts the others. `ValueError` if
-    none is left, or a token id shows that another model generated the rollouts."""
+    """Return the rollouts whose answers begin within the first `limit` tokens; a warning counts the others.
+    `ValueError` if none is left, or a token id shows that another model generated the rollouts."""
     begins, lengths = np.maximum(answers["prompt_length"], 1), np.minimum(lengths_of(answers), limit)
     kept = np.flatnonzero(begins < lengths)
     if len(kept) < len(answers):
@@ -98,7 +98,7 @@ def _useful(answers: Dataset, limit: int, target: CausalLM, config: TrainingConf
 
 
 def _layers_from(kind: DraftKind, start: str) -> Any:
-    """The own layers in a run's `work_dir` or a repository. `ValueError` if these have another kind, or are damaged."""
+    """Load own layers of a run's `work_dir` or a repository. `ValueError` if they have another kind or are damaged."""
     if Path(start, kind.own_file).with_suffix(".json").is_file():
         return models.load_own(kind, Path(start))
     repository = Repository(start)

@@ -54,7 +54,7 @@ class DistilledDraft(nn.Module):
         states: Tensor | None = None,
         measure: bool = False,
     ) -> Tensor:
-        """The loss of the draft, or with `measure` its acceptance, at the positions of answers.
+        """Return the loss of the draft, or with `measure` its acceptance, at the positions of answers.
 
         Args:
             input_ids: `[batch, n]`, padded on the right.
@@ -142,8 +142,8 @@ class OwnLayersDraft(DistilledDraft):
 
 
 def distance(loss: str, p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """The distance `[...]` of q from p, given logits `[..., vocab]`. `"kl"`: KL(p || q). `"tv"`: the total variation
-    1 - sum min(p, q), the probability of a rejection. `"kl+tv"`: KL(p || q) plus twice the total variation."""
+    """The distance `[...]` of q from p, given logits `[..., vocab]`. `"kl"`: KL(p || q). `"tv"`: the total variation 1
+    - sum min(p, q), the probability of a rejection. `"kl+tv"`: KL(p || q) plus twice the total variation."""
     variation: Any = 0.0
     if "tv" in loss:
         variation = (p_logits.softmax(-1) - q_logits.softmax(-1)).clamp_min(0.0).sum(-1)
@@ -158,7 +158,7 @@ def _chunks(count: int, at_once: int = CHUNK) -> list[slice]:
 
 
 def summed(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
-    """The sum of `loss` over chunks of `hidden` `[positions, ...]`, with the logits of one chunk in memory at a time.
+    """Sum `loss` over chunks of `hidden` `[positions, ...]`, with the logits of one chunk in memory at a time.
 
     The result is differentiable with respect to `hidden` only, so `loss` must not use trained parameters."""
     total, gradients = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
@@ -235,7 +235,7 @@ class DistillationTrainer(Trainer):
     def _read_target(
         self, inputs: dict[str, Any], logits: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[Any], Tensor], Tensor | None]:
-        """The arguments `answers`, `p_logits` and `states` of `DistilledDraft.forward`; `logits` is the LM head."""
+        """Run the target: `answers`, `p_logits` and `states` for `DistilledDraft.forward`. `logits`: the LM head."""
         ids, answers = inputs["input_ids"], inputs["labels"][:, 1:] != IGNORED
         draft, size = self.accelerator.unwrap_model(self.model), self.target.hidden_size
         if (reader := draft.fusion) is None:
@@ -253,7 +253,7 @@ class DistillationTrainer(Trainer):
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
-    """Means of the results of `prediction_step`, for all rows and by source: `all/tokens` (positions),
+    """Return means of the results of `prediction_step`, for all rows and by source: `all/tokens` (positions),
     `all/acceptance` and `all/agreement` (first step), `all/acceptance_2` (second step), ..."""
     sums, source = np.asarray(prediction.predictions, dtype=np.float64), np.asarray(prediction.label_ids)
     groups = {"all": np.full(len(source), True), **{name: source == i for i, name in enumerate(sources)}}
@@ -272,7 +272,7 @@ def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float
 
 
 def by_length(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """Indices of the answers in a random order set by `seed`, with answers of similar lengths in a batch."""
+    """Indices of answers in an order set by `seed`, with similar `lengths` in a batch, and batches in random order."""
     random = np.random.default_rng(seed)
     order, batches = random.permutation(len(lengths)), []
     for block in np.array_split(order, range(batch_size * SORTED_BATCHES, len(order), batch_size * SORTED_BATCHES)):
@@ -284,7 +284,7 @@ def by_length(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
 
 
 def collate(rows: list[dict[str, Any]], max_length: int, sources: list[str]) -> dict[str, Tensor]:
-    """A batch of answers, padded on the right: `input_ids`, `labels` (the answers' tokens, -100 elsewhere), both
+    """Return a batch of answers, padded on the right: `input_ids`, `labels` (the answers' tokens, -100 elsewhere), both
     `[batch, longest]`, and `source`, the index of each answer's source in `sources`, or -1."""
     ids = [torch.tensor(row["input_ids"][:max_length]) for row in rows]
     labels = [tokens.clone() for tokens in ids]

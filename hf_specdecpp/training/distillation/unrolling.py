@@ -23,11 +23,11 @@ ROUND = 5  # candidates of the rounds that a head is trained on
 
 
 def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
-    """Yields by step the draft's states `[batch, n, hidden_size]`, each token read as a round's first, second, ... one,
-    given tokens `[batch, n]`, padded on the right, and the target's `states` `[batch, n, width]` at each of them.
+    """Yield the draft's states `[batch, n, hidden_size]` of each step, in which all tokens are read as a round's first,
+    second, ... token. Takes tokens `[batch, n]`, padded on the right, and the target's `states` `[batch, n, width]`.
 
-    Example: the sequence is a b c d. Row d of step 1 reads d with the target's state at c, after b and c, read
-    likewise. Row d of step 2 reads d with the draft's state at c in step 1, after b and c as in step 1. Row d of step 3
+    Example: the sequence is a b c d. Row d of step 1 reads d with the target's state at c, after b and c, read in the
+    same way. Row d of step 2 reads d with the draft's state at c in step 1, after b and c as in step 1. Row d of step 3
     sees b as in step 1 and c as in step 2. Rows whose round would begin before the sequence are meaningless.
     """
     later, length = input_ids[:, 1:], input_ids.shape[1] - 1  # the first token has no state before it
@@ -42,7 +42,7 @@ def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) ->
 
 
 def in_rounds(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int = ROUND) -> Tensor:
-    """The draft's states `[batch, n, hidden_size]` if the sequence is accepted in rounds of `steps` candidates.
+    """Return the draft's states `[batch, n, hidden_size]` if the sequence is accepted in rounds of `steps` candidates.
 
     Example: with 3 steps the tokens a b c d e f are read as the first, second, third, first, second, third of a round.
     """
@@ -52,7 +52,7 @@ def in_rounds(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int = 
 
 
 def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
-    """States `[batch, n, hidden_size]` that give q after each token, if whole blocks are accepted.
+    """States `[batch, n, hidden_size]` of a block draft, which give q after each token if all blocks are accepted.
 
     Example: 3 places, sequence a b c d e f. The rows of b, c and d are those of candidates 1, 2 and 3 in the block
     after b, the rows of e and f those of candidates 1 and 2 in the block after e. The row of a is zero.
@@ -69,7 +69,7 @@ def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
 
 
 def reached(draft: Any, kept: Tensor, first: int) -> Tensor:
-    """`[n]`, the probability that all tokens before each of n tokens in its block (`in_blocks`) are drawn and accepted.
+    """Return `[n]`, the probability that all tokens before a token in its block (`in_blocks`) are drawn and accepted.
     `kept` `[n]`: that of each token alone; `first`: index in the sequence of the token before the n tokens.
 
     Example: 3 places, the tokens c d e f of the sequence a b c d e f are kept with 0.5, 0.4, 0.9 and 0.8. They are
