@@ -44,8 +44,7 @@ class SpecDecPPConfig(PretrainedConfig):
             ... child of a tree's node is accepted: static trees are chosen with these.
         calibration: for `"sampled"` and `"greedy"` generation, the intercept and slope with which the log-odds of
             acceptance estimates are calibrated in the first rounds (`save_pretrained(..., calibration=True)`).
-        speculation: fields of `SpeculationConfig` with which the loaded assistant starts.
-    """
+        speculation: fields of `SpeculationConfig` with which the loaded assistant starts."""
 
     model_type = "specdecpp"
 

@@ -24,8 +24,7 @@ class Costs:
         read (seconds): the draft's reading of one unread token, after rounds in which it did not draft.
         branch (seconds): each candidate of a draft step after the first, of a tree's level or of a block.
         start (seconds): fixed cost of a round that drafts.
-        block (candidates): number of candidates that one draft step proposes.
-    """
+        block (candidates): number of candidates that one draft step proposes."""
 
     draft: float
     verify: tuple[float, ...]
@@ -66,16 +65,14 @@ class Costs:
         and a draft pass as long as for one row. All costs are divided by the number of rows.
 
         Example: passes over 1, 2, 3 and 4 tokens take 10, 10, 12 and 16 ms. For two rows a pass over one token of each
-        takes 10 ms, which is 5 ms per row; over two tokens of each 16 ms, which is 8 ms per row.
-        """
+        takes 10 ms, which is 5 ms per row; over two tokens of each 16 ms, which is 8 ms per row."""
         return self.reading(range(rows, rows * (max_tokens + 1) + 1, rows)).scaled(1.0 / rows)
 
     def reading(self, tokens: Sequence[int]) -> Costs:
         """These costs for a target that reads `tokens[k]` tokens, instead of k + 1, in a round with k candidates.
 
         Example: passes over 1 to 5 tokens take 10, 11, 12, 13 and 14 ms. With `tokens` [1, 3, 5], the passes of rounds
-        with 0, 1 and 2 candidates take 10, 12 and 14 ms.
-        """
+        with 0, 1 and 2 candidates take 10, 12 and 14 ms."""
         verify = self.verify_seconds(max(tokens) - 1)[np.array(tokens) - 1]
         return replace(self, verify=tuple(verify.tolist()))
 
@@ -91,8 +88,7 @@ class Costs:
         """`[max_tokens + 1]` seconds of whole rounds with 0, 1, ... candidates in a chain.
 
         Example: a draft step takes 2 ms and proposes a block of 4; each further candidate of the block takes 0.1 ms.
-        Drafting 1, 4 and 5 candidates takes 2, 2.3 and 4.3 ms; the target's pass and the overhead are added.
-        """
+        Drafting 1, 4 and 5 candidates takes 2, 2.3 and 4.3 ms; the target's pass and the overhead are added."""
         candidates = np.arange(max_tokens + 1)
         steps = -(-candidates // self.block)
         drafting = steps * self.draft + (candidates - steps) * self.branch + (steps > 0) * self.start
@@ -102,8 +98,7 @@ class Costs:
         """`[max_tokens + 1]` seconds of target passes over one token and 0, 1, ... candidates.
 
         Example: passes over 1, 2, 3 and 4 tokens take 58, 71, 80 and 52 ms, so three candidates are faster than one.
-        Longer passes follow the line through the first and the last value, which never falls: 52 ms.
-        """
+        Longer passes follow the line through the first and the last value, which never falls: 52 ms."""
         verify: Floats = np.array(self.verify, dtype=np.float64)
         further = np.arange(1, max_tokens + 2 - len(verify))
         slope = max((verify[-1] - verify[0]) / max(len(verify) - 1, 1), 0.0)

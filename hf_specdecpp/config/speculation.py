@@ -68,8 +68,7 @@ class SpeculationConfig:
         graphs: on CUDA. `"auto"`: capture rounds, or the target's passes, as CUDA graphs where possible
             (`stats.uncaptured` names the reason if not); `"off"`: no graphs.
         compile: compile small parts of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less
-            time, and the first generation some seconds more (`docs/gpu.md`).
-    """
+            time, and the first generation some seconds more (`docs/gpu.md`)."""
 
     rule: Rule = "throughput"
     threshold: float = 0.7
@@ -187,8 +186,7 @@ class Decisions:
         verification: method for sampled candidates (`docs/verification.md`). `"block"` accepts a chain as a block and
             a tree from its leaves; `"token"` accepts candidates one by one, as in the papers.
         int8_draft: on a CPU, compute the draft's passes over few tokens with int8 copies of its weights. `None`: only
-            for drafts that are separate models.
-    """
+            for drafts that are separate models."""
 
     min_tokens: int = 1
     adapt: bool = True

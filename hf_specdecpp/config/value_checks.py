@@ -197,8 +197,7 @@ def check_numbers(values: Mapping[str, Any], path: str = "") -> None:
     """Raise `ValueError` naming the first field of a config, or of a mapping in it at any depth, with a number outside
     the `BOUNDS` of its name or not finite. Fields that are `None` count as missing.
 
-    `path`: prefix of field names in the message, such as `"layer."`.
-    """
+    `path`: prefix of field names in the message, such as `"layer."`."""
     for name, value in values.items():
         bounds = BOUNDS.get(name)
         for each in value if isinstance(value, list) and (bounds is None or name in LISTS) else [value]:

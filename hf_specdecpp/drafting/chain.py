@@ -72,8 +72,7 @@ def drafting(
         unread: number of tokens that the draft reads in the first step, for `rule.should_draft`.
 
     A head with `inputs="after"` estimates a candidate in the step that draws the next one. So the last candidate of a
-    chain has no estimate.
-    """
+    chain has no estimate."""
     drawn, scores, q = list[Tensor](), list[Tensor](), list[Tensor]()
     tokens: list[int] = []
     rule.begin_round()
@@ -118,8 +117,7 @@ class ChainDrafting:
         observers: objects whose `record_outcome(tree, path)` is called after each round: the rule, if it has a signal.
         for_trees: whether this is a `TreeDrafting`, so that the target must be able to read trees.
         branches: whether candidates may have siblings.
-        makes_chains: whether drafted trees of one branch are converted to a `Chain` (`DraftTree.as_chain`).
-    """
+        makes_chains: whether drafted trees of one branch are converted to a `Chain` (`DraftTree.as_chain`)."""
 
     for_trees = branches = makes_chains = False
 
@@ -201,8 +199,7 @@ class StoppingRule:
         looks_at_nothing: whether `signal` is always `None` and `stops` always `False`.
         asks_first: whether `stops` is called before each draw and not after it (estimators with `inputs="path"`).
         estimator: estimates the acceptance of candidates, for a rule that uses it.
-        worth: estimated value of another candidate in this row of a batch, divided by its cost (`should_continue`).
-    """
+        worth: estimated value of another candidate in this row of a batch, divided by its cost (`should_continue`)."""
 
     min_tokens = 1
     looks_at_nothing = asks_first = False
@@ -243,8 +240,7 @@ def should_continue(rules: Sequence[StoppingRule], rows: int) -> bool:
     """Whether the rows of a batch that still draft in this round should all draft another candidate. `rules`: the rules
     of these rows. `rows`: number of all rows; the target then reads one more token for each of them.
 
-    Example: two of four rows still draft, and their `worth` is 3 and 1.7. They go on, because 3 + 1.7 > 4.
-    """
+    Example: two of four rows still draft, and their `worth` is 3 and 1.7. They go on, because 3 + 1.7 > 4."""
     return sum(rule.worth for rule in rules) > rows
 
 
@@ -261,8 +257,7 @@ class Threshold(StoppingRule):
     Args:
         rates: calibrates the estimates with the outcomes of earlier rounds, and is updated by each round; `None` uses
             raw estimates, as in the paper.
-        min_tokens: the fewest candidates in a round.
-    """
+        min_tokens: the fewest candidates in a round."""
 
     def __init__(
         self, config: SpeculationConfig, estimator: Estimator, rates: AcceptanceRates | None = None, min_tokens: int = 1

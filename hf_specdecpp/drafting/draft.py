@@ -33,8 +33,7 @@ class DraftingSession(ABC):
     Attributes:
         unread: number of tokens that the draft will read in its next pass.
         passes: number of draft passes in this round.
-        embed: maps token ids to their input embeddings in the draft, for an acceptance head.
-    """
+        embed: maps token ids to their input embeddings in the draft, for an acceptance head."""
 
     embed: Callable[[Tensor], Tensor]
 
@@ -61,8 +60,7 @@ class DraftingSession(ABC):
             new_tokens: `[1, n]`: in the first call the prompt, then the accepted candidates and the token after them.
             num_accepted: number of accepted candidates among `new_tokens`.
             states: for a draft that reads the target's hidden states: `[1, m, size]`, those at the token before each of
-                the last m of `new_tokens`.
-        """
+                the last m of `new_tokens`."""
 
     @abstractmethod
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -70,8 +68,7 @@ class DraftingSession(ABC):
 
         `candidates`, those of this round so far (0-d int64 each), is empty in a round's first call and has one more in
         each further call. `None` if the draft has no proposal: this must not depend on tokens drawn in this round,
-        unless they were certain (a point mass).
-        """
+        unless they were certain (a point mass)."""
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         """Return logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after n nodes of `tree`, given by index.
@@ -110,8 +107,7 @@ class Draft:
 
     Attributes:
         parts: the modules that a draft step runs.
-        reads: converts the target's hidden states to the draft's inputs; `None` for drafts that read no such states.
-    """
+        reads: converts the target's hidden states to the draft's inputs; `None` for drafts that read no such states."""
 
     model: CausalLM  # that drafts; `None` if nothing is drawn
     session_class: type[Any]  # `DraftingSession` of a sequence
@@ -157,8 +153,7 @@ class Draft:
         return self.session(vocab_size)
 
     def batch(self, rows: Sequence[Any]) -> Any:
-        """Make the object (such as `BatchSession`) that runs the draft for the rows of a batch: `row_session` of each.
-        Its methods are those of `RowsAlone`."""
+        """Make the object that runs the draft for all rows of a batch (as `BatchSession`). `rows`: their sessions."""
         return RowsAlone()
 
     @property

@@ -46,8 +46,7 @@ def check_fusion(fusion: StateReader, drafter: Any) -> None:
 
 
 def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
-    """Raise `ValueError`, naming the draft `draft_name`, unless the head was trained for hidden states and embeddings
-    of the sizes of `drafter`."""
+    """Raise `ValueError` unless the head was trained for hidden states and embeddings of the sizes of `drafter`."""
     sizes = ("hidden_size", "embedding_size") if head.inputs == "before" else ("hidden_size",)
     ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (head, drafter))
     if ours != theirs:

@@ -34,8 +34,7 @@ class DraftModel(nn.Module):
         shares_target: whether the model's tensors are the target's. If so, the model is not registered as a submodule:
             `.to()` and similar calls on the drafter never move or cast the target or the small head.
         fusion: converts the target's hidden states and the tokens' embeddings to the decoder's inputs, for a draft
-            that reads such states.
-    """
+            that reads such states."""
 
     model: CausalLM
     _decoder: CausalLM
@@ -101,13 +100,8 @@ class DraftModel(nn.Module):
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[..., vocab_size]` float32, by token id, of final hidden states `[..., hidden_size]`. `vocab_size`:
         the width of the target's logits. Wider logits are cut; ids that the model or `draft_vocab` lacks get -inf."""
-        if self.small_head is None:
-            logits = self._head_logits(self.model.get_output_embeddings(), self.before_head(hidden))
-        else:
-            shape = (*hidden.shape[:-1], self.num_ids)
-            logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
-            logits[..., self.draft_vocab] = self.vocab_logits(hidden)
-        return logits if logits.shape[-1] == vocab_size else as_wide_as(vocab_size, logits)
+        ids = self.draft_vocab
+        return by_id(self.vocab_logits(hidden), vocab_size, ids, 0 if ids is None else self.num_ids)
 
     def _head(self) -> Any:
         return self.model.get_output_embeddings()
@@ -192,8 +186,7 @@ class DraftModel(nn.Module):
         changed, as after each training step of a target that shares its head with the draft.
 
         The copy is in place, so that compiled and captured code stays valid. Changes are found by one number of each
-        row, since an optimiser changes all; autograd's version counter would miss those of fused optimisers.
-        """
+        row, since an optimiser changes all; autograd's version counter would miss those of fused optimisers."""
         head, small, ids = self._head(), self.small_head, self.draft_vocab
         if ids is None or not isinstance(small, nn.Linear) or small is head or is_quantised(head):
             return
@@ -208,13 +201,17 @@ class DraftModel(nn.Module):
         return super()._apply(fn, recurse) if not self.shares_target else self
 
 
-def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
-    """Pad logits with -inf, or cut them, to `[..., vocab_size]`.
-
-    The target's width may change at any time (`resize_token_embeddings`).
-    """
+def by_id(logits: Tensor, vocab_size: int, ids: Tensor | None = None, num_ids: int = 0) -> Tensor:
+    """Return a draft's logits `[..., d]` as `[..., vocab_size]`, by token id: ids that the draft lacks get -inf. `ids`:
+    `[d]`, those of the draft's tokens, all below `num_ids`; `None`: 0, 1, ..., d - 1. Ids from `vocab_size` on are cut,
+    because the target's width may change at any time (`resize_token_embeddings`)."""
+    if ids is not None:
+        own, logits = logits, logits.new_full((*logits.shape[:-1], num_ids), float("-inf"))
+        logits[..., ids] = own
     missing = vocab_size - logits.shape[-1]
-    return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
+    if missing > 0:
+        return nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits[..., :vocab_size] if missing else logits
 
 
 def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
@@ -237,8 +234,7 @@ class ModelSession(DraftingSession):
     A draft that reads the target's states reads each token with the target's state at the token before; the first token
     of the sequence has none and is skipped. It reads candidates with its own states at the token before. After each
     round it rolls back, and reads accepted candidates again, with the target's states. A draft with recurrent layers
-    also rolls back to the start of the round, and reads accepted candidates again.
-    """
+    also rolls back to the start of the round, and reads accepted candidates again."""
 
     length = 0
 
@@ -343,8 +339,7 @@ class DraftSession(ModelSession):
         """As in `DraftingSession`: keep the root and the accepted nodes that were read in the draft's cache.
 
         If the draft reads states or runs on an accelerator, only the root is kept, and accepted nodes are read again: a
-        pass over a few more tokens takes no longer on an accelerator, and moving rows would need an upload.
-        """
+        pass over a few more tokens takes no longer on an accelerator, and moving rows would need an upload."""
         if not self._nodes:  # nothing was drafted
             return
         again = self.reads_states or waits_for_reads(self.device)

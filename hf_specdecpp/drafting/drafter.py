@@ -50,8 +50,7 @@ class ModelSteps(RoundSteps):
 
 
 def read(drafter: DraftModel, cache: FixedCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Read the tokens of a captured round's window and commit them to `cache`. Returns logits `[rows, vocab_size]` and
-    hidden states `[rows, hidden_size]` at the last token of each row."""
+    """Read and commit a captured round's window: logits `[rows, vocab_size]` and hidden states at each last token."""
     hidden = last_rows(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden

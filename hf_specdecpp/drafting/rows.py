@@ -37,8 +37,7 @@ class BatchSession:
     """Runs a draft model for all rows of a batch, with one cache; `ValueError` if it has layers that are not attention.
 
     Each pass is over all rows that still draft in this round. In a round's first pass rows have different numbers of
-    unread tokens, so shorter rows are padded on the left with dummies; a row that does not draft has dummies only.
-    """
+    unread tokens, so shorter rows are padded on the left with dummies; a row that does not draft has dummies only."""
 
     def __init__(self, rows: Sequence[RowSession]) -> None:
         self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter

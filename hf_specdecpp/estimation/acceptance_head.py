@@ -148,8 +148,7 @@ class AcceptanceHead(nn.Module):
             scalars: `[..., 6]` from `scalar_features` (`"before"`).
 
         Returns:
-            `[...]` float32, on the head's device.
-        """
+            `[...]` float32, on the head's device."""
         own = self.output.weight  # its device and float32
         hidden = hidden[..., : self.hidden_size]
         if self.inputs != "before":
@@ -185,8 +184,7 @@ class AcceptanceHead(nn.Module):
             step: the draft step after the parents `[...]`.
             tokens: `[..., c]`, the siblings' token ids.
             left: `[..., c, vocab]`, the distribution that each was drawn from: q without the earlier siblings.
-            mass: `[..., c]`, total q of the earlier siblings.
-        """
+            mass: `[..., c]`, total q of the earlier siblings."""
         if self.inputs == "path":
             others = left.gather(-1, tokens[..., None])[..., 1:, 0]
             first = self.estimate(step)[..., None]  # type: ignore[index]

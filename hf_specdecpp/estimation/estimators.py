@@ -47,8 +47,7 @@ def scalar_features(
 
     Returns:
         `[..., 6]` float32: log q(y) of the candidate y, entropy of q in nats, the largest minus the second largest
-        probability in q, `sibling_mass`, `num_siblings`, 1 if greedy.
-    """
+        probability in q, `sibling_mass`, `num_siblings`, 1 if greedy."""
     top = q.topk(min(2, q.shape[-1]), dim=-1).values
     log_q = q.gather(-1, token[..., None])[..., 0].clamp_min(1e-30).log()
     none = torch.zeros_like(log_q)
@@ -150,8 +149,7 @@ class AcceptanceRates:
         shift: for each bin (`bin_of`), the number that calibration adds to the log-odds of an estimate.
         acceptance: `[bins]`, for each bin of estimates the probability that a tested candidate is accepted.
         following: `[bins + 1, bins]`, for each bin of a candidate's estimate the probabilities of the next candidate's
-            bin; in the last row (`NO_VERDICT`), of the round's first candidate's.
-    """
+            bin; in the last row (`NO_VERDICT`), of the round's first candidate's."""
 
     def __init__(self, line: Sequence[float] = UNCHANGED, bin_count: float = BIN_COUNT) -> None:
         bins = len(CENTRES)
@@ -174,8 +172,7 @@ class AcceptanceRates:
         Args:
             estimates: uncalibrated estimates of the first candidates, in order. Candidates without an estimate, such as
                 the last with `inputs="after"`, are divided among the bins.
-            num_drafted, num_accepted: numbers of candidates.
-        """
+            num_drafted, num_accepted: numbers of candidates."""
         row = NO_VERDICT
         for position in range(min(num_drafted, num_accepted + 1)):
             was_accepted = position < num_accepted
@@ -225,8 +222,7 @@ class AcceptanceRates:
     def expected_tokens(self, most: int) -> Floats:
         """`[most + 1]`, expected number of tokens that a round with a chain of 0, 1, ..., `most` candidates emits.
 
-        Example: if each candidate is accepted with probability 0.5, returns 1, 1.5, 1.75, 1.875, ...
-        """
+        Example: if each candidate is accepted with probability 0.5, returns 1, 1.5, 1.75, 1.875, ..."""
         if most not in self._expected:
             tokens, survives = [1.0], self.following[NO_VERDICT] * self.acceptance
             for _ in range(most):

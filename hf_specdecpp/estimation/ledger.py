@@ -88,8 +88,7 @@ def verdict(plain: Speed, same: Speed, passes: Speed | None, of: str = "") -> st
 
     Args:
         passes: how much the faster matrix multiplications alone speed up plain generation; `None` if none are used.
-        of: subject and verb of the first sentence, such as "fixed 3 runs at ".
-    """
+        of: subject and verb of the first sentence, such as "fixed 3 runs at "."""
     text = f"{SUMMARIES[effect(plain, same)]}: {of}{plain} times the speed of plain generate()"
     if passes is None:
         return f"{text}."
