@@ -47,7 +47,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
-        """Costs from `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; `ValueError` without the first two."""
+        """Costs from a dict of the arguments; `ValueError` for unknown ones, or without `draft` and `verify`."""
         required, known = {"draft", "verify"}, {field.name for field in fields(cls)}
         fits = isinstance(values, dict) and required <= set(values) <= known
         if not fits or not isinstance(values["verify"], list | tuple):

@@ -29,7 +29,7 @@ TEXTS = (
 
 def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[float]:
     """Return the shares of first, second and third candidates that equal the target's likeliest token: 3 numbers, fewer
-    if the draft proposes fewer candidates; `[]` without texts.
+    if the draft proposes fewer candidates; `[]` without texts. Called by `StoredKind.bind`.
 
     A round starts at every fourth position of each text. The draft reads the tokens before it, and candidates are its
     likeliest tokens. The second and third follow the text's own tokens, not the draft's, so that the target needs one

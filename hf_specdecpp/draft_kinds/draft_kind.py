@@ -79,7 +79,7 @@ class DraftKind(ABC):
     @abstractmethod
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
         """Make the draft of an assistant with this config. `ValueError` if the parts do not fit one another or the
-        target (`how.target`, required if `rests_on` is `"target"`)."""
+        target (`Loading.target`, required if `rests_on` is `"target"`)."""
 
     @abstractmethod
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
@@ -129,7 +129,7 @@ class DraftKind(ABC):
         """Raise `ValueError` for a PARD model: nothing is trained for it, and it is not exported."""
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write the draft to `to.folder` in a format that other engines serve; `ValueError` if that is impossible."""
+        """Write the draft to the folder in `to`, in a format that other engines serve; `ValueError` if impossible."""
         raise NotImplementedError
 
 

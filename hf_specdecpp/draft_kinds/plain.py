@@ -129,7 +129,7 @@ class NoSteps(RoundSteps):
 
 
 class NoDraft(Draft):
-    """The `Draft` of `Lookup`, which proposes no candidates: lookups are made apart from drafts (`lookup`)."""
+    """The `Draft` of `Lookup`, which proposes no candidates: lookups do not use drafts (`lookup.looking_up`)."""
 
     model = None
     device, dtype = torch.device("cpu"), torch.float32

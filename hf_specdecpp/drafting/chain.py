@@ -69,7 +69,7 @@ def drafting(
         rule: the stopping rule; its `min_tokens` and `max_tokens` apply too. The candidate after which it stops is
             part of the chain, even if its estimate is low.
         randomness: draws the candidates; `None` takes the likeliest token (greedy).
-        unread: number of tokens that the draft reads in the first step, for `rule.should_draft`.
+        unread: number of tokens that the draft reads in the first step, for `StoppingRule.should_draft`.
 
     A head with `inputs="after"` estimates a candidate in the step that draws the next one. So the last candidate of a
     chain has no estimate."""

@@ -115,7 +115,8 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
 
 
 def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
-    # z-lab writes the field at the top level, vLLM and Model Optimizer in `dflash_config`, JetSpec as `causal_head`.
+    """Return whether a config says that rows of a block see no later rows; `None` if it says nothing. z-lab writes the
+    field at the top level, vLLM and Model Optimizer in `dflash_config` (`own`), JetSpec as `causal_head`."""
     places = {name: raw.get(name) for name in ("is_causal", "causal")}
     places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
     given = {name: value for name, value in places.items() if value is not None}

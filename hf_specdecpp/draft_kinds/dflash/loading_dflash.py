@@ -84,7 +84,7 @@ class DFlash(StoredKind):
         return ORIGINAL.get(name, name)
 
     def fields(self, raw: Config) -> dict[str, Any]:
-        """As in `PublishedKind`: `target_id` (or `None`) and `vocab_size`, which transformers compares."""
+        """Return `target_id` (or `None`), and `vocab_size`, which transformers compares with the target's."""
         return {"target_id": target_of(raw), "vocab_size": self.block_of(raw).layer.get("vocab_size")}
 
     def block_of(self, raw: Config) -> DFlashSettings:

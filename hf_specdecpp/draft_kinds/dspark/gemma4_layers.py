@@ -64,6 +64,8 @@ class Values(nn.Linear):
 
 
 class Gemma4Layer(BlockLayer):
+    """A `BlockLayer` with the norms of Gemma 4 and the factor s (`layer_scalar`), as in this module's equations."""
+
     def __init__(self, config: Qwen3Config, place: int) -> None:
         super().__init__(config, place)
         attention: Any = self.self_attn

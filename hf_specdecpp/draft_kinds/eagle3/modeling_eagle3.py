@@ -121,8 +121,8 @@ class Eagle3Model(PreTrainedModel):
         self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head; a tuple: not submodules
 
     def set_target(self, target: CausalLM) -> None:
-        """Called when the draft is bound: take the target's embeddings and LM head, and set `reader.reads` to the
-        target layers of the settings."""
+        """Called when the draft is bound: take the target's embeddings and LM head, and let `reader` read the layers of
+        the settings."""
         self._targets = target.get_input_embeddings(), target.get_output_embeddings()
         self.reader.reads = self.settings.reads or [FINAL]
 
