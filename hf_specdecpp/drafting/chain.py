@@ -133,8 +133,7 @@ class ChainDrafting:
         """Draft only chains from now on, because of `reason`: does nothing here, but `TreeDrafting` gives up trees."""
 
     def longest(self, room: int, most: int) -> int:
-        """Maximum length of the next chain. `room`: number of candidates for which the output has room; `most`: number
-        of candidates that the caller of `propose` allows."""
+        """Maximum length of the next chain, given the output's `room` for candidates and the caller's limit `most`."""
         return min(room, most)
 
     def draft(self, input_ids: Tensor, longest: int) -> Chain:

@@ -23,9 +23,9 @@ class Ledger:
 
     Args:
         memory: weight of a round divided by the weight of the next round.
-        promise (tokens per second): the prior: the rate expected without any round.
+        promise (tokens per second): the prior: the rate expected before any round.
         plain (seconds): time of a round without candidates.
-        trusted: weight of the prior, as a number of plain rounds.
+        trusted: weight of the prior before the first round, as a number of plain rounds.
 
     Attributes:
         prices (seconds): time of each unit of work that `record_round` counts; `1.0` if rounds are recorded in seconds.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+BINS = 15  # of `ece`
 SMALLEST = 1e-6  # at an estimate of exactly 0 or 1 the divergence may be infinite
 
 
@@ -25,11 +26,11 @@ def auc(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:
     return float((sums[0] * below).sum() / pairs) if float(pairs) > 0.0 else float("nan")
 
 
-def ece(estimate: Tensor, label: Tensor, bins: int = 15) -> float:
-    """Expected calibration error of estimates `[n]`: |mean estimate - mean label| in bins of estimates of equal width,
+def ece(estimate: Tensor, label: Tensor) -> float:
+    """Expected calibration error of estimates `[n]`: |mean estimate - mean label| in each of 15 bins of equal width,
     averaged with the bins' numbers of candidates as weights."""
-    which = (estimate.double() * bins).long().clamp(0, bins - 1)
-    difference = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, estimate.double() - label.double())
+    which = (estimate.double() * BINS).long().clamp(0, BINS - 1)
+    difference = torch.zeros(BINS, dtype=torch.float64).index_add_(0, which, estimate.double() - label.double())
     return float(difference.abs().sum() / len(which))
 
 
