@@ -220,7 +220,7 @@ def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size
 
 
 def offsets_of(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
-    """Return the tensors `d2t` and `t2d` of a draft with these `ids`, the inverse of `token_ids`; `{}` for `None`."""
+    """Return `d2t` and `t2d` `[vocab_size]` of a draft with these `ids`, inverse of `token_ids`; `{}` for `None`."""
     if ids is None:
         return {}
     ids, known = ids.cpu(), torch.zeros(vocab_size, dtype=torch.bool)

@@ -162,7 +162,7 @@ class PublishedKind(DraftKind):
         return False
 
     def is_marked(self, raw: Config) -> bool:
-        """Whether the config identifies such a draft for certain: it cannot describe an ordinary model."""
+        """Whether a published config describes such a draft for certain, and cannot describe an ordinary model."""
         return self.recognises(raw)
 
     def fields(self, raw: Config) -> dict[str, Any]:

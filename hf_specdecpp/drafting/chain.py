@@ -35,8 +35,8 @@ def at_once(chain: Chain) -> Drafting:
 def next_step(
     session: DraftingSession, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
-    """Run the draft after `input_ids` `[1, length]` and `candidates`, for `drafting`: a step with the logits after all
-    processors and without a drawn token. `None` if the draft has no proposal, or the processors forbid all tokens."""
+    """Run the draft after `input_ids` `[1, length]` and `candidates`: a step with the logits after all processors, not
+    drawn from yet. `None` if the draft has no proposal or processors forbid all tokens. `greedy`: of `DraftStep`."""
     if (found := session.propose_next(candidates)) is None:
         return None
     scores, hidden = found
@@ -143,7 +143,7 @@ class ChainDrafting:
         return chain
 
     def step_by_step(self, input_ids: Tensor, longest: int) -> Drafting:
-        """The coroutine (`drafting`) that drafts such a chain, for a row of a batch."""
+        """The coroutine (`drafting`) that drafts the same chain as `draft`, for a row of a batch."""
         step = partial(next_step, self.session, self.processing, input_ids, self.randomness is None)
         return drafting(step, self.rule, self.randomness, longest, self.eos_token_ids, self.session.unread)
 

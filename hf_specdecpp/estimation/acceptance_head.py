@@ -195,8 +195,8 @@ class AcceptanceHead(nn.Module):
         return self.probability(log_odds, step.index, step.greedy)
 
     def probability(self, log_odds: Tensor, position: int | Tensor, greedy: bool) -> Tensor:
-        """Calibrated probabilities of `log_odds` `[...]` from `forward`; `position` as the `index` of `Calibration`.
-        NaN, after an overflow in the forward pass, becomes 0: with NaN the growth of a tree would not end."""
+        """Calibrated probabilities of `log_odds` `[...]` from `forward`, for sampled or `greedy` targets; `position` as
+        the `index` of `Calibration`. NaN, after an overflow, becomes 0: with NaN the growth of a tree would not end."""
         calibration = self.calibration.get(MODES[greedy])
         position = position.to(log_odds.device) if isinstance(position, Tensor) else position
         calibrated = log_odds if calibration is None else calibration.apply(log_odds, position)

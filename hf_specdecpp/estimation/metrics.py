@@ -35,7 +35,7 @@ def ece(estimate: Tensor, label: Tensor) -> float:
 
 
 def binary_kl(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:
-    """Mean of KL(Bernoulli(label) || Bernoulli(estimate)) in nats over n candidates, weighted: SpecDec++'s metric."""
+    """Mean of KL(Bernoulli(label) || Bernoulli(estimate)) in nats, of n candidates with weights: SpecDec++'s metric."""
     weight = torch.ones_like(label) if weight is None else weight
     estimate, label, weight = estimate.double().clamp(SMALLEST, 1.0 - SMALLEST), label.double(), weight.double()
     cross = -(label * estimate.log() + (1.0 - label) * torch.log1p(-estimate))

@@ -150,7 +150,7 @@ def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: Any) -> dict
     config `raw` itself unless the format is that of speculators). `ValueError` for an unsupported type of layers.
 
     In a config `raw` with a Llama architecture, `model_type` and sliding windows may be the target's: windows are
-    dropped if `model_type` is not "llama" or "qwen3"."""
+    dropped if `model_type` is not "llama" or "qwen3". `theta`: as in `checkpoints.layers_of`."""
     model_type = inner.get("model_type")
     is_its_own = model_type in (None, *LAYER_TYPES)
     is_flat_llama = inner is raw and isinstance(model_type, str) and "llama" in str(raw.get("architectures")).lower()

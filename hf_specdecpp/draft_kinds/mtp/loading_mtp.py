@@ -125,7 +125,7 @@ class Mtp(PublishedKind):
         return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
 
     def repository_of(self, target: CausalLM, source: str | Path | None = None, options: Any = None) -> Repository:
-        """Return the repository `source`, or that of the target; `ValueError` if the target was made in memory."""
+        """Return the repository `source`, or the target's own; `ValueError` if it has none. `options` of downloads."""
         name = source or target.config.name_or_path
         if not name:
             raise ValueError(
