@@ -272,7 +272,7 @@ class StoredKind(PublishedKind):
         return self.build(self.settings_of(raw, named, source), named, source)
 
     def build(self, settings: Any, named: dict[str, Tensor], source: str) -> Any:
-        """Make the module with these settings from tensors by their names in it; raises as `checkpoints.build` does."""
+        """Make the module with these settings from tensors by name in the module; errors as in `checkpoints.build`."""
         layer = settings.layer
         ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
         model: Any = checkpoints.build(
@@ -297,8 +297,8 @@ class StoredKind(PublishedKind):
         return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> list[float]:
-        """As in `PublishedKind`. If there are several `readings`, keeps the one that agrees best with the target, or
-        the likeliest if the target has no tokenizer that fits. Logs the choice: as a warning unless the likeliest was
+        """As in `PublishedKind`. Of several `readings` keeps the reading with the highest `agreement`, or the likeliest
+        reading if the target has no tokenizer that fits. Logs the choice: as a warning unless the likeliest reading was
         measured to be the best."""
         super().bind(module, target, name, dtype)
         self.adapt(module, target)
@@ -318,12 +318,12 @@ class StoredKind(PublishedKind):
         return rates.get(chosen, [])
 
     def adapt(self, module: Any, target: CausalLM) -> None:
-        """Called by `bind`: change a loaded draft's settings and modules to those that its target requires."""
+        """Called by `bind`: change a loaded draft's settings and modules as its target requires."""
 
 
 def draft_of(config: SpecDecPPConfig, given: CausalLM | str | Path | None) -> tuple[Any, str | None]:
-    """Return the Hub id, folder or model of a draft, and its commit: `given` and `None`, or if `given` is `None` those
-    in the config. `ValueError` if there are none."""
+    """Return the Hub id, folder or model of a draft, and its commit: `given` and `None`; without `given` the id and the
+    commit in the config. `ValueError` if the config has no id."""
     if given is None and config.draft_id is None:
         raise ValueError(
             "config.json names no draft (draft_id), so there is nothing to draft with. Write its Hub id there, or give "

@@ -174,7 +174,7 @@ class Gemma4Draft(StateDraft):
         return [model.pre_projection, model.model, model.post_projection, head]
 
     def rows_in(self, cache: FixedCache) -> SharedRows:
-        """Return what the draft attends to in a captured round, from the target's `FixedCache`."""
+        """Return the keys, values and masks for a captured round, from the target's `FixedCache`."""
         layers: list[Any] = cache.layers
         rows = {kind: (layers[place].keys, layers[place].values) for kind, place in self.sources.items()}
         position = cache.length[:, None]
@@ -195,8 +195,8 @@ class Gemma4Draft(StateDraft):
         return self.embeddings(known.to(self.embeddings.weight.device)).to(tokens.device)
 
     def rows(self, text: Any) -> SharedRows:
-        """Return what the draft attends to in a round; `text` as in `bind_cache`. In layers with a sliding window these
-        are the last `window - 1` rows of the cache, as the target's window includes the token itself."""
+        """Return the keys, values and masks for a round; `text` as in `bind_cache`. Layers with a sliding window get
+        the last `window - 1` rows of the cache, as the target's window includes the token itself."""
         shown, rows, masks = text.shown, {}, {}
         for kind, place in self.sources.items():
             layer = text.cache.layers[place]

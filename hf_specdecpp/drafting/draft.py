@@ -59,16 +59,16 @@ class DraftingSession(ABC):
         Args:
             new_tokens: `[1, n]`: in the first call the prompt, then the accepted candidates and the token after them.
             num_accepted: number of accepted candidates among `new_tokens`.
-            states: for a draft that reads the target's hidden states: `[1, m, size]`, those at the token before each of
-                the last m of `new_tokens`."""
+            states: for a draft that reads the target's hidden states: `[1, m, size]`, the state at the token before
+                each of the last m of `new_tokens`."""
 
     @abstractmethod
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         """Return logits `[vocab_size]` of the next candidate, and the hidden state that they were computed from.
 
-        `candidates`, those of this round so far (0-d int64 each), is empty in a round's first call and has one more in
-        each further call. `None` if the draft has no proposal: this must not depend on tokens drawn in this round,
-        unless they were certain (a point mass)."""
+        `candidates`: the round's candidates so far (0-d int64 each), none in its first call, one more in each further
+        call. `None` if the draft has no proposal: this must not depend on tokens drawn in this round, unless they were
+        certain (a point mass)."""
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
         """Return logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after n nodes of `tree`, given by index.
@@ -189,7 +189,7 @@ class Draft:
         return None
 
     def give_up(self, reason: str) -> None:
-        """Do not capture this draft any more, until it or `fuse` changes (`capture_steps`), and warn with `reason`."""
+        """Do not capture this draft until the draft or `fuse` changes (`capture_steps`), and warn with `reason`."""
         self.captured = None if self.captured is None else (self.captured[0], None)
         logger.warning(
             f"Rounds with {type(self.model).__name__} cannot be captured as CUDA graphs here ({reason}), so they run "

@@ -149,8 +149,8 @@ class DraftModel(nn.Module):
     ) -> Tensor:
         """Run the decoder on `input_ids` `[batch, n]`: last hidden states (after the final norm) `[batch, n,
         hidden_size]`. A draft with a fusion also gets `states` `[batch, n, size]`, the target's or its own hidden
-        states at the token before each. Tokens follow those in `cache` and are added to it. `inputs`: further arguments
-        of the decoder. Ids beyond the embedding table count as 0; `are_known`: there are none."""
+        states at the token before each. The tokens follow the tokens in `cache`, and are added to the cache. `inputs`:
+        further arguments of the decoder. Ids beyond the embedding table count as 0; `are_known`: there are none."""
         if states is None:
             inputs["input_ids"] = input_ids if are_known else self.known(input_ids)
         elif self.fusion is None:
@@ -203,8 +203,8 @@ class DraftModel(nn.Module):
 
 def by_id(logits: Tensor, vocab_size: int, ids: Tensor | None = None, num_ids: int = 0) -> Tensor:
     """Return a draft's logits `[..., d]` as `[..., vocab_size]`, by token id: ids that the draft lacks get -inf. `ids`:
-    `[d]`, those of the draft's tokens, all below `num_ids`; `None`: 0, 1, ..., d - 1. Ids from `vocab_size` on are cut,
-    because the target's width may change at any time (`resize_token_embeddings`)."""
+    `[d]`, the token ids of the d logits, all below `num_ids`; `None`: 0, 1, ..., d - 1. Ids from `vocab_size` on are
+    cut, because the target's width may change at any time (`resize_token_embeddings`)."""
     if ids is not None:
         own, logits = logits, logits.new_full((*logits.shape[:-1], num_ids), float("-inf"))
         logits[..., ids] = own

@@ -57,7 +57,7 @@ def read(drafter: DraftModel, cache: FixedCache, window: Window, vocab_size: int
 
 
 def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None) -> Tensor:
-    """Hidden states `[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, which follow those in
+    """Hidden states `[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, which follow the tokens in
     `cache`. The pass writes keys and values; `cache.length` does not change."""
     count, device = tokens.shape[1], tokens.device
     nodes = (chain_nodes if count > MOST_KEPT else kept_chain_nodes)(count, device)

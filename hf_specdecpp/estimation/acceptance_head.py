@@ -75,8 +75,8 @@ class AcceptanceHead(nn.Module):
         hidden_size: size of the draft's hidden states.
         num_blocks: number of residual blocks, from 0 to 64; 3 in the paper, always 0 for `"path"`.
         tied: whether the blocks share one weight matrix, as in the released SpecDec++ code.
-        inputs: when the head predicts: `"after"` the draft has read the candidate, `"before"` it reads the drawn
-            candidate, or `"path"`, before the draw.
+        inputs: when the head predicts: `"after"` or `"before"` the draft reads the drawn candidate, or `"path"`, before
+            the draw.
         embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
         rank: width of the correction (`"before"`). Sizes and widths are from 1 to 2**20.
         siblings: number of siblings per node in the training data (`"before"`), `None` if unknown. In wider trees no

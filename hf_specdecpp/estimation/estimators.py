@@ -87,8 +87,8 @@ class Estimator(Protocol):
     inputs: str
 
     def estimate(self, step: DraftStep) -> Tensor | None:
-        """The probability `[...]` that a candidate is accepted: that of `step`, or with `inputs="after"` the previous
-        one, and `None` if there is none."""
+        """The probability `[...]` that the candidate of `step` is accepted; with `inputs="after"` that the previous
+        candidate is accepted, `None` in a round's first step."""
 
 
 class DraftProbability:

@@ -103,8 +103,8 @@ def nested(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
-    """Return the target's layers that a draft of `num_layers` layers reads by default: as many as it has itself, evenly
-    from 1 to depth - 3, where `depth` is the target's number of layers. `None` if `depth` is not an `int`.
+    """Return the target's layers that a draft of `num_layers` layers reads by default: `num_layers` layers, evenly from
+    1 to depth - 3, where `depth` is the target's number of layers. `None` if `depth` is not an `int`.
 
     Example: of 36 layers a draft of 5 layers reads 1, 9, 17, 25 and 33; a draft of one layer reads 18."""
     if type(depth) is not int:
@@ -115,8 +115,8 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
 
 
 def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
-    """Return whether a config says that rows of a block see no later rows; `None` if it says nothing. z-lab writes the
-    field at the top level, vLLM and Model Optimizer in `dflash_config` (`own`), JetSpec as `causal_head`."""
+    """Return whether rows of a block see no later rows, by the config; `None` if the config has no such field. z-lab
+    writes it at the top level, vLLM and Model Optimizer in `dflash_config` (`own`), JetSpec as `causal_head`."""
     places = {name: raw.get(name) for name in ("is_causal", "causal")}
     places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
     given = {name: value for name, value in places.items() if value is not None}

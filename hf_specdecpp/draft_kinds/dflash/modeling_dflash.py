@@ -42,8 +42,8 @@ class Context(StateReader):
 
 
 class BlockLayer(Qwen3DecoderLayer):
-    """The weights of a draft layer. `added` returns the layer's output, given its input `block` and the result of its
-    attention after `o_proj`: it adds the residual and the MLP."""
+    """The weights of a draft layer. `added` computes the layer's output from its input `block` and the result of its
+    attention after `o_proj`, by adding the residual and the MLP."""
 
     def added(self, block: Tensor, attended: Tensor) -> Any:
         block = block + attended

@@ -106,10 +106,10 @@ OF_DRAFT_VOCAB = ("markov_head.markov_w2.weight", "lm_head.weight", "d2t")  # on
 
 
 def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -> tuple[Any, bool]:
-    """Return whether a block's row of the last token proposes the first candidate, and whether the config says that.
+    """Return whether a block's row of the last token proposes the first candidate, and whether the config is clear.
 
-    If no field says it: in speculators' format, true if as many candidates are declared as a block has rows, false if
-    one less (both count as said), else false is assumed. For other formats true is assumed."""
+    A config without such a field is clear if it is in speculators' format and declares as many candidates as a block
+    has rows (true), or one less (false). Otherwise false is assumed in this format, and true in others."""
     for name in ("sample_from_anchor", "query_zero_predicts_next"):
         if given.get(name) is not None:
             return given[name], True

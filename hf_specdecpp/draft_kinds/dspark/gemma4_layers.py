@@ -52,7 +52,7 @@ def with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Values(nn.Linear):
-    """The projection `v_proj`, followed by an RMS norm of each head, without weights. `like`: the one it replaces."""
+    """The projection `v_proj`, followed by an RMS norm of each head, without weights. Shapes and bias are of `like`."""
 
     def __init__(self, like: nn.Linear, head_dim: int, eps: float) -> None:
         super().__init__(like.in_features, like.out_features, bias=like.bias is not None)

@@ -46,9 +46,9 @@ AGAIN = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_h
 
 @dataclass(frozen=True)
 class MtpLayers:
-    """`tensors`, those of each multi-token layer by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`, maybe
-    `post_norm.weight`, and those of the decoder layer, named `block.` and the checkpoint's names of a layer's parts.
-    `source`: the checkpoint's name in messages."""
+    """The multi-token layers of a checkpoint. `tensors`: for each layer a dict with `eh_proj.weight`, `enorm.weight`,
+    `hnorm.weight`, maybe `post_norm.weight`, and the decoder layer's tensors, whose names are `block.` and their names
+    in the checkpoint. `source`: the checkpoint's name in messages."""
 
     tensors: list[dict[str, Tensor]]
     source: str
@@ -59,8 +59,8 @@ class MtpLayers:
 
 
 class Mtp(PublishedKind):
-    """Draft with the multi-token layers of the target's checkpoint in the repository `config.draft_id`. Users choose it
-    by name: the repository's `config.json` describes the target, a model that also works without these layers."""
+    """Draft with the multi-token layers of the target's checkpoint in the repository `config.draft_id`. Users name this
+    kind, since the repository's `config.json` describes the target, a model that also works without these layers."""
 
     name = "mtp"
     is_named = True

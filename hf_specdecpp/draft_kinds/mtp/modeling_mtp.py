@@ -58,7 +58,7 @@ class MtpInput(StateReader):
 
 def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
     """Make a causal LM from one multi-token layer; returns the model and the `MtpInput` that computes its inputs.
-    `tensors`: those of layer number `place` (from 0) in `MtpLayers`. `ValueError` if they do not fit the target.
+    `tensors`: of layer number `place` (from 0) in `MtpLayers`. `ValueError` if the tensors do not fit the target.
 
     Shares the target's embeddings, LM head and rotary frequencies. The layer has the class of the target's layers;
     transformers renames and merges its tensors (experts) as it does for the target."""
