@@ -31,7 +31,7 @@ class SpecDecPPConfig(PretrainedConfig):
         draft_kind: name of a kind in `draft_kinds.known`.
         draft_id, draft_revision: the draft's repository and its commit hash (`"independent"`; `"gemma4"`; `"mtp"`: the
             repository with the multi-token layers; `"dflash"`, `"dspark"`, `"eagle3"` if published by others).
-        draft_layers: ascending indices of the target's layers (`"early_exit"`, `"conditioned"`).
+        draft_layers: ascending indices of the target's layers that draft (`"early_exit"`, `"conditioned"`).
         fusion: keyword arguments of `Fusion` (`"conditioned"`).
         eagle3: keyword arguments of `Eagle3Settings`; for a draft from another repository (`draft_id`), fields that
             replace those of its own config (`"eagle3"`).
@@ -41,11 +41,10 @@ class SpecDecPPConfig(PretrainedConfig):
         draft_vocab_size: number of token ids in `draft_vocab.safetensors`, or `None` without that file.
         vocab_hash: `loading.hash_of` the target's tokenizer.
         acceptance_by_rank: for `"sampled"` and `"greedy"` generation, the measured probability that the first, second,
-            ... sibling is accepted.
-        calibration: for `"sampled"` and `"greedy"` generation, intercept and slope of the line that calibrates the
-            log-odds of estimates before the first round (`save_pretrained(..., calibration=True)`).
-        speculation: fields of `SpeculationConfig` with which the loaded assistant starts.
-    """
+            ... child of a tree's node is accepted: static trees are chosen with these.
+        calibration: for `"sampled"` and `"greedy"` generation, the intercept and slope with which the log-odds of
+            acceptance estimates are calibrated in the first rounds (`save_pretrained(..., calibration=True)`).
+        speculation: fields of `SpeculationConfig` with which the loaded assistant starts."""
 
     model_type = "specdecpp"
 
@@ -73,7 +72,8 @@ class SpecDecPPConfig(PretrainedConfig):
     specdecpp_version: str | None = None
 
     def note_target(self, target: CausalLM) -> None:
-        """Copy the target's vocabulary size and special ids; without `target_id` also id, commit and tokenizer hash."""
+        """Copy the target's vocabulary size and special token ids to this config; if `target_id` is `None`, also its
+        id, commit and tokenizer hash."""
         for name, value in special_tokens(target).items():
             setattr(self, name, value)
         if self.target_id is None:
@@ -84,7 +84,8 @@ class SpecDecPPConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config from a `config.json`; `ValueError` for a newer format, or a value of a wrong type or range."""
+        """Make the config from the fields of a `config.json`; `ValueError` for a newer format, or a value of a wrong
+        type or range. Unknown fields are left out, with a warning."""
         written_for = config_dict.get("format_version", FORMAT_VERSION)
         if type(written_for) is int and written_for > FORMAT_VERSION:
             raise ValueError(
@@ -117,7 +118,7 @@ class SpecDecPPConfig(PretrainedConfig):
 
 
 def special_tokens(model: CausalLM) -> dict[str, Any]:
-    """A model's vocabulary size and special token ids by name, `None` if not set."""
+    """A model's `vocab_size` and `bos_token_id`, `eos_token_id`, `pad_token_id`, by these names; `None` if not set."""
     config = model.config.get_text_config()
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name, None) for name in names}

@@ -1,4 +1,4 @@
-"""Seconds of the parts of a round, given by the user or measured (`throughput.known_costs`)."""
+"""Seconds of the parts of a round (`Costs`), given by the user or measured (`throughput.known_costs`)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a round. `ValueError` for values that are not finite or negative, an empty `verify` or a
-    pass that takes no time, and a `block` below 1.
+    """Seconds of the parts of a round. `ValueError` for values that are negative or not finite, an empty `verify`, a
+    target pass of 0 seconds, and a `block` below 1.
 
     Args:
         draft (seconds): one draft step, including its estimate and draw.
         verify (seconds): target passes over 1, 2, ... tokens; longer passes are extrapolated along a straight line.
         overhead (seconds): everything else in a round.
-        read (seconds): the draft's reading of one earlier token that it has not read yet.
-        branch (seconds): each further candidate of a draft step: a node of a tree's level, a candidate of a block.
+        read (seconds): the draft's reading of one unread token, after rounds in which it did not draft.
+        branch (seconds): each candidate of a draft step after the first, of a tree's level or of a block.
         start (seconds): fixed cost of a round that drafts.
-        block (candidates): number that one draft step proposes.
-    """
+        block (candidates): number of candidates that one draft step proposes."""
 
     draft: float
     verify: tuple[float, ...]
@@ -48,7 +47,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
-        """Costs from `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; `ValueError` without the first two."""
+        """Costs from a dict of the arguments; `ValueError` for unknown ones, or without `draft` and `verify`."""
         required, known = {"draft", "verify"}, {field.name for field in fields(cls)}
         fits = isinstance(values, dict) and required <= set(values) <= known
         if not fits or not isinstance(values["verify"], list | tuple):
@@ -60,38 +59,36 @@ class Costs:
         return cls(**values)
 
     def of_row(self, rows: int, max_tokens: int) -> Costs:
-        """Assumed costs for each row of a batch of `rows`, for rounds of up to `max_tokens` candidates.
+        """Assumed costs for each row of a batch of `rows`, for rounds of up to `max_tokens` candidates in each row.
 
-        A pass over n tokens of each row is assumed to take as long as a pass over n * rows tokens of one sequence, and
-        a draft pass as long as for one row. Each row gets an equal share.
+        A target pass over n tokens of each row is assumed to take as long as one over n * rows tokens of one sequence,
+        and a draft pass as long as for one row. All costs are divided by the number of rows.
 
         Example: passes over 1, 2, 3 and 4 tokens take 10, 10, 12 and 16 ms. For two rows a pass over one token of each
-        takes 10 ms, which is 5 ms per row; over two tokens of each 16 ms, which is 8 ms per row.
-        """
+        takes 10 ms, which is 5 ms per row; over two tokens of each 16 ms, which is 8 ms per row."""
         return self.reading(range(rows, rows * (max_tokens + 1) + 1, rows)).scaled(1.0 / rows)
 
     def reading(self, tokens: Sequence[int]) -> Costs:
-        """Costs if the target reads `tokens[k]` tokens in a round with k candidates.
+        """These costs for a target that reads `tokens[k]` tokens, instead of k + 1, in a round with k candidates.
 
         Example: passes over 1 to 5 tokens take 10, 11, 12, 13 and 14 ms. With `tokens` [1, 3, 5], the passes of rounds
-        with 0, 1 and 2 candidates take 10, 12 and 14 ms.
-        """
+        with 0, 1 and 2 candidates take 10, 12 and 14 ms."""
         verify = self.verify_seconds(max(tokens) - 1)[np.array(tokens) - 1]
         return replace(self, verify=tuple(verify.tolist()))
 
     def scaled(self, passes: float, drafting: float | None = None) -> Costs:
-        """Costs with target passes and overhead times `passes`, and drafting times `drafting` (default: `passes`)."""
+        """Costs with the seconds of target passes and overhead multiplied by the factor `passes`, and those of the
+        draft by `drafting` (default: `passes`)."""
         drafting = passes if drafting is None else drafting
         factors = {"overhead": passes, **dict.fromkeys(("draft", "read", "branch", "start"), drafting)}
         verify = tuple(seconds * passes for seconds in self.verify)
         return replace(self, verify=verify, **{name: getattr(self, name) * by for name, by in factors.items()})
 
     def round_seconds(self, max_tokens: int) -> Floats:
-        """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain.
+        """`[max_tokens + 1]` seconds of whole rounds with 0, 1, ... candidates in a chain.
 
         Example: a draft step takes 2 ms and proposes a block of 4; each further candidate of the block takes 0.1 ms.
-        Drafting 1, 4 and 5 candidates takes 2, 2.3 and 4.3 ms.
-        """
+        Drafting 1, 4 and 5 candidates takes 2, 2.3 and 4.3 ms; the target's pass and the overhead are added."""
         candidates = np.arange(max_tokens + 1)
         steps = -(-candidates // self.block)
         drafting = steps * self.draft + (candidates - steps) * self.branch + (steps > 0) * self.start
@@ -101,8 +98,7 @@ class Costs:
         """`[max_tokens + 1]` seconds of target passes over one token and 0, 1, ... candidates.
 
         Example: passes over 1, 2, 3 and 4 tokens take 58, 71, 80 and 52 ms, so three candidates are faster than one.
-        Longer passes follow the line through the first and the last value, which never falls: 52 ms.
-        """
+        Longer passes follow the line through the first and the last value, which never falls: 52 ms."""
         verify: Floats = np.array(self.verify, dtype=np.float64)
         further = np.arange(1, max_tokens + 2 - len(verify))
         slope = max((verify[-1] - verify[0]) / max(len(verify) - 1, 1), 0.0)
@@ -111,16 +107,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class DraftWork:
-    """The work of the draft in a round."""
+    """The work of the draft in a round that drafts."""
 
     steps: int = 0  # draft passes
-    read: int = 0  # tokens that the draft read first, after rounds without it, not counting the last token
-    branches: int = 0  # nodes that draft passes read, without the first of each pass
+    read: int = 0  # unread tokens that the draft read first, after rounds without it, not counting the last token
+    branches: int = 0  # distributions that draft passes computed, without the first of each pass
 
     def seconds(self, costs: Costs) -> float:
-        """Expected seconds."""
+        """Expected seconds of all this work."""
         return costs.start + self.steps * costs.draft + self.further(costs)
 
     def further(self, costs: Costs) -> float:
-        """Expected seconds of `read` and `branches`."""
+        """Expected seconds of the part `read` and `branches` of this work."""
         return self.read * costs.read + self.branches * costs.branch

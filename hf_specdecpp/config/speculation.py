@@ -48,10 +48,10 @@ class SpeculationConfig:
         tree: which rounds draft token trees. `"auto"`: under `"throughput"` rounds in which siblings are worth their
             time, with at most `max_tokens` nodes; none under other rules, or if trees cannot be drafted or read
             (`stats.decided["tree"]` names the reason). `False`: none. All other values draft a tree in every round:
-            `"dyspec"`: DySpec's Algorithm 2, a draft pass per level, under `"throughput"` of the fastest size;
-            `"dyspec-exact"`: its Algorithm 1, a draft pass per node; `"static"`: the best shape of `tree_budget`
-            candidates for the acceptance rates in the assistant's repository; or a shape: children by depth, `[4, 2, 1,
-            1]`, or a list of nodes by ranks, `[[0], [1], [0, 0]]`. `None` is stored as `"auto"`.
+            `"dyspec"`: DySpec's Algorithm 2, with a draft pass per level, and under `"throughput"` with the number of
+            nodes that is fastest; `"dyspec-exact"`: its Algorithm 1, with a draft pass per node; `"static"`: the best
+            shape of `tree_budget` candidates for the acceptance rates in the assistant's repository; or a shape:
+            children by depth, `[4, 2, 1, 1]`, or a list of nodes by ranks, `[[0], [1], [0, 0]]`. `None` is `"auto"`.
         tree_budget (candidates): size of a dynamic tree, 2 to 1024; under `rule="throughput"` the maximum.
         lookup: also propose the continuation of an earlier occurrence of the latest tokens (`docs/lookup.md`).
             `"history"` also searches up to 50,000 tokens of earlier answers, in memory (`assistant.memory.answers`).
@@ -68,8 +68,7 @@ class SpeculationConfig:
         graphs: on CUDA. `"auto"`: capture rounds, or the target's passes, as CUDA graphs where possible
             (`stats.uncaptured` names the reason if not); `"off"`: no graphs.
         compile: compile small parts of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less
-            time, and the first generation some seconds more (`docs/gpu.md`).
-    """
+            time, and the first generation some seconds more (`docs/gpu.md`)."""
 
     rule: Rule = "throughput"
     threshold: float = 0.7
@@ -137,7 +136,7 @@ class SpeculationConfig:
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Raise `ValueError` unless `value` is valid for the field `name` of `SpeculationConfig`."""
+    """Raise `ValueError` unless `value` is valid for `name`, which must be a field of `SpeculationConfig`."""
     is_shape = isinstance(value, list | tuple)
     if name == "tree" and not (is_shape or value is None or value is False or str(value) in TREES):
         raise ValueError(
@@ -168,27 +167,26 @@ class Decisions:
     """Choices of the package, to change in experiments and tests only: `assistant.decisions`. `ValueError` if a value
     has the wrong type or is out of range.
 
-    `SpeculationStats.decided` reports the choices of a generation. `None`: decided for each target and draft.
+    `SpeculationStats.decided` reports the choices of a generation. A field that is `None` is decided for each call.
 
     Args:
         min_tokens (candidates): minimum draft length of `rule="threshold"` (SpecDec++: 2).
         adapt: calibrate the estimates of `"threshold"` and of dynamic trees by verified candidates
             (`docs/specdecpp.md`). `"throughput"` always does.
         tree_depth (candidates): longest path of a dynamic tree or of `"static"`. `"dyspec"` has a draft pass per level.
-        tree_threshold (probability): no candidate is drawn in a dynamic tree if its position is reached with a lower
-            estimated probability (DySpec: at most 1 / budget). 0: no limit.
+        tree_threshold (probability): no candidate is drawn at a position of a dynamic tree whose estimated probability
+            of being reached by verification is lower (DySpec: at most 1 / budget). 0: no limit.
         lookup_tokens (candidates): maximum length of a looked-up chain. The target's pass has one more token: 32 by
             default. If every round drafts a tree, the maximum is `tree_budget`.
         draft_temperature: divides the draft's logits in sampled generation, before all logits processors and before
             the target's successors are mixed in.
-        draft_successors: mix the draft's distribution with the tokens that the target recently chose after the same
-            last one to three tokens. `None`: in greedy generation on a CPU, with drafts that read the target's states
-            (`docs/drafts.md`).
+        draft_successors: mix the draft's distribution with the tokens that the target recently chose after the last
+            one to three tokens of the sequence. `None`: only in greedy generation on a CPU, with drafts that read the
+            target's hidden states (`docs/drafts.md`).
         verification: method for sampled candidates (`docs/verification.md`). `"block"` accepts a chain as a block and
             a tree from its leaves; `"token"` accepts candidates one by one, as in the papers.
-        int8_draft: compute the draft's passes over few tokens with int8 copies of its weights, on a CPU. `None`: for
-            drafts that are separate models.
-    """
+        int8_draft: on a CPU, compute the draft's passes over few tokens with int8 copies of its weights. `None`: only
+            for drafts that are separate models."""
 
     min_tokens: int = 1
     adapt: bool = True
@@ -204,11 +202,12 @@ class Decisions:
         check_values(vars(self), hints_of(Decisions) | BOUNDS)
 
     def mixes(self, greedy: bool, reads_states: bool) -> bool:
-        """Whether `draft_successors` applies. `reads_states`: whether the draft reads the target's hidden states."""
+        """The setting `draft_successors`; if it is `None`, whether generation is `greedy` and the draft `reads_states`
+        of the target (the caller checks for a CPU)."""
         return greedy and reads_states if self.draft_successors is None else self.draft_successors
 
     def most_tokens(self, config: SpeculationConfig) -> int:
-        """Maximum number of candidates in a round, drafted or looked up."""
+        """Maximum number of candidates, drafted or looked up, in a round with the settings `config`."""
         drafted = config.most_drafted
         looked_up = config.tree_budget if config.draws_trees else self.lookup_tokens
         return max(drafted, looked_up) if config.lookup else drafted

@@ -25,10 +25,8 @@ LARGEST = 2**63  # integers must be smaller, as those of tensors are; JSON has i
 
 
 def check_types(settings: Any, path: str = "") -> None:
-    """Raise `ValueError` naming the first field of a dataclass, or of nested dataclasses, with a value of a wrong type.
-
-    `path`: prefix of field names in messages, such as `"head."`.
-    """
+    """Raise `ValueError` naming the first field of the dataclass `settings`, or of a dataclass in its fields, with a
+    value of a wrong type. `path`: prefix of field names in messages, such as `"head."`."""
     hints = hints_of(settings.__class__)
     for name in (field.name for field in fields(settings)):
         value = getattr(settings, name)
@@ -40,7 +38,8 @@ def check_types(settings: Any, path: str = "") -> None:
 
 
 def check_arguments(function: Callable[..., Any], values: Any) -> None:
-    """Raise `ValueError` unless `values` maps arguments of `function` to values of the types it annotates."""
+    """Raise `ValueError` unless `values` is a dict from argument names of `function` to values of the annotated types.
+    Arguments may be missing."""
     hints = hints_of(function)
     if not isinstance(values, dict):
         raise ValueError(f"{shown(values)} must be a mapping.")
@@ -52,7 +51,8 @@ def check_arguments(function: Callable[..., Any], values: Any) -> None:
 def check_values(
     values: Mapping[str, Any], hints: Mapping[str, Any], path: str = "", error: type[Exception] = ValueError
 ) -> None:
-    """Raise `error` naming the first value that does not match its hint: a type, or bounds as in `BOUNDS`."""
+    """Raise `error` naming the first of `values` that does not match the hint with its name: a type, a `range` of whole
+    numbers, or the least and greatest number. `path` as in `check_types`."""
     for name, value in values.items():
         if not _is(value, hints[name]):
             near = did_you_mean(value, _words(hints[name]))
@@ -60,8 +60,8 @@ def check_values(
 
 
 def check_options(options: Mapping[str, Any], kind: Any, *others: str) -> None:
-    """Raise `TypeError` for a keyword argument that is not in the `TypedDict` `kind`, or has a value of a wrong type.
-    `others`: the function's other arguments, for the message."""
+    """Raise `TypeError` if the keyword arguments `options` of a function have a name that is not in the `TypedDict`
+    `kind`, or a value of a wrong type. `others`: names of the function's other arguments, for the message."""
     hints = hints_of(kind)
     known = [*others, *hints]
     for unknown in sorted(options.keys() - hints.keys()):
@@ -70,7 +70,8 @@ def check_options(options: Mapping[str, Any], kind: Any, *others: str) -> None:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Such as " Did you mean threshold?"; empty if no known word is similar."""
+    """A question for the end of a message, such as " Did you mean threshold?", with the word of `known` that is most
+    similar to `word`; empty if none is."""
     near = get_close_matches(word.lower(), known, 1) if isinstance(word, str) else []
     return f" Did you mean {near[0]}?" if near else ""
 
@@ -95,7 +96,7 @@ def hints_of(annotated: Any) -> dict[str, Any]:  # cached, since every generatio
 
 
 def _is(value: Any, rule: Any) -> bool:
-    """Whether a value is of an annotated type, in a `range`, or within a tuple of two bounds."""
+    """Whether `value` matches `rule`: an annotated type, a `range`, or a tuple of the least and greatest number."""
     kind, inner = get_origin(rule), get_args(rule)
     if kind in UNIONS:
         return any(_is(value, one) for one in inner)
@@ -123,7 +124,7 @@ def _is(value: Any, rule: Any) -> bool:
 
 
 def _name(rule: Any) -> str:
-    """Such as "a list, each item a whole number, or left out" for `list[int] | None`."""
+    """A rule of `_is` in words, such as "a list, each item a whole number or left out" for `list[int] | None`."""
     kind, inner = get_origin(rule), get_args(rule)
     if kind in UNIONS:
         return " or ".join(_name(one) for one in inner)
@@ -147,14 +148,14 @@ def _name(rule: Any) -> str:
 
 
 def _words(rule: Any) -> list[str]:
-    """The allowed strings, such as ["auto", "off"] for `Literal["auto", "off"]`."""
+    """The strings that a rule allows, such as ["auto", "off"] for `Literal["auto", "off"]`; `[]` for other rules."""
     if get_origin(rule) is Literal:
         return list(get_args(rule))
     return [word for one in get_args(rule) for word in _words(one)] if get_origin(rule) in UNIONS else []
 
 
 def shown(value: Any) -> str:
-    """A value for a message, truncated to 200 characters."""
+    """The `repr` of a value, for a message; truncated to 200 characters."""
     text = repr(value) if not isinstance(value, int) or abs(value) < LARGEST else "a number of more than 63 bits"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -193,12 +194,10 @@ CURE = "Correct config.json, or download or save the repository again."
 
 
 def check_numbers(values: Mapping[str, Any], path: str = "") -> None:
-    """Raise `ValueError` naming the first field, at any depth, with a number outside `BOUNDS` or not finite.
+    """Raise `ValueError` naming the first field of a config, or of a mapping in it at any depth, with a number outside
+    the `BOUNDS` of its name or not finite. Fields that are `None` count as missing.
 
-    Args:
-        values: by name; `None` counts as missing.
-        path: prefix of field names in the message, such as `"layer."`.
-    """
+    `path`: prefix of field names in the message, such as `"layer."`."""
     for name, value in values.items():
         bounds = BOUNDS.get(name)
         for each in value if isinstance(value, list) and (bounds is None or name in LISTS) else [value]:
@@ -212,7 +211,8 @@ def check_numbers(values: Mapping[str, Any], path: str = "") -> None:
 
 def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable[str] = LAYER) -> None:
     """Raise `ValueError` for a config of a draft's layers with a number outside `BOUNDS`, a missing field of `NEEDED`,
-    a field not in `known`, heads that key heads cannot share equally, or a rope that rotates a part of each head."""
+    a field not in `known`, a number of attention heads that is no multiple of the number of key-value heads, or a
+    rotary embedding that rotates only a part of each head. `path` as in `check_numbers`."""
     if not isinstance(layer, Mapping):
         raise ValueError(f"{path.rstrip('.')}={shown(layer)} must be a mapping. {CURE}")
     if missing := [name for name in NEEDED if layer.get(name) is None]:

@@ -29,16 +29,15 @@ TEXTS = (
 
 def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[float]:
     """Return the shares of first, second and third candidates that equal the target's likeliest token: 3 numbers, fewer
-    if the draft proposes fewer candidates; `[]` without texts.
+    if the draft proposes fewer candidates; `[]` without texts. Called by `StoredKind.bind`.
 
-    Rounds start at several positions of each text. The draft reads the tokens before, and candidates are its likeliest
-    tokens. The second and third follow the text's own tokens, not the draft's, so that the target needs one forward
-    pass per text. If a draft's files can be interpreted in two ways, the one with higher agreement is right.
+    A round starts at every fourth position of each text. The draft reads the tokens before it, and candidates are its
+    likeliest tokens. The second and third follow the text's own tokens, not the draft's, so that the target needs one
+    forward pass per text. If a draft's files can be interpreted in two ways, the one with higher agreement is taken.
 
     Args:
         draft: a draft of this target.
-        texts: token ids, `[1, n]` each (`texts_for`).
-    """
+        texts: token ids, `[1, n]` each (`texts_for`)."""
     places, rounds = int(min(PLACES, draft.places)), 0
     hits, width = [0] * places, target.config.get_text_config().vocab_size
     for text in (each.to(input_device(target)) for each in texts):
@@ -81,5 +80,5 @@ def describe(shares: Sequence[float]) -> str:
 
 
 def is_wrong(shares: Sequence[float]) -> bool:
-    """Whether, by the result of `agreement`, under 10 % (`NOTHING`) of first candidates are right; False for `[]`."""
+    """Whether under 10 % (`NOTHING`) of first candidates agree, given the result of `agreement`; False for `[]`."""
     return bool(shares) and shares[0] < NOTHING

@@ -39,7 +39,7 @@ RELATIVES = {  # kinds that are refused, by a part of their name in a config (in
 
 
 def mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the mapping in the field `name` of a config, empty if missing; `ValueError` if it is no mapping."""
+    """Return the mapping in the field `name` of a config, `{}` if missing; `ValueError` if it is not a mapping."""
     found = raw.get(name) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"{name}={str(found)[:200]!r} of config.json must be a mapping. Download it again.")
@@ -53,7 +53,7 @@ def target_of(raw: Mapping[str, Any]) -> str | None:
 
 
 def refuse_other_types(raw: Mapping[str, Any], own: str) -> None:
-    """Raise `ValueError` for a config of speculators of another type than `own`, and for any of `RELATIVES`."""
+    """Raise `ValueError` for the config of one of `RELATIVES`, or in speculators' format of another type than `own`."""
     named = f"{raw.get(SPECULATORS)} {raw.get('architectures')} {mapping(raw, 'dflash_config').get('projector_type')}"
     if own == "eagle3" and {"ptd_token_id", "pard_token"} & set(raw):  # of mask tokens
         named += "peagle"
@@ -70,9 +70,9 @@ def refuse(what: str) -> NoReturn:
 def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
     """Return the fields of a config that describe a draft's layers (`LAYER`), except those in `but`. Checks no bounds.
 
-    The result's `rope_parameters` are made of the config's, or of `rope_theta` (10000 if missing) and `rope_scaling`,
-    never of the target's; `theta`, if given, replaces `rope_theta`. `ValueError` if they are invalid (the message ends
-    with `cure`), or if only a part of each head is rotated."""
+    The result's `rope_parameters` are made of the config's `rope_parameters`, or of its `rope_theta` (10000 if missing)
+    and `rope_scaling`, never of the target's; `theta`, if given, replaces `rope_theta`. `ValueError` if they are
+    invalid (the message ends with `cure`), or if only a part of each head is rotated."""
     names = [name for name in LAYER if name not in (*but, "rope_parameters") and config.get(name) is not None]
     rope = dict(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
     older, kind = rope.pop("type", None), rope.pop("rope_type", None)
@@ -94,7 +94,7 @@ def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: f
 
 @contextmanager
 def as_described(name: str) -> Iterator[None]:
-    """Convert exceptions in the `with` block to a `ValueError`: the module `name` cannot be built as described."""
+    """Context that converts exceptions to a `ValueError`: `name` ("EAGLE-3 draft") cannot be built as described."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - transformers and torch raise various errors for inconsistent sizes
@@ -107,7 +107,7 @@ def as_described(name: str) -> Iterator[None]:
 
 
 def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
-    """Return a checkpoint's name of a tensor after replacing all patterns (regular expression, replacement) in turn."""
+    """Return a tensor's name in a checkpoint after replacing all patterns (regular expression, replacement) in turn."""
     for pattern, here in patterns:
         name = re.sub(pattern, here, name)
     return name
@@ -116,8 +116,8 @@ def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
 def build(
     make: Callable[[], Module], named: Mapping[str, Tensor], depth: int, source: str, title: str, original: Any = str
 ) -> Module:  # fmt: skip
-    """Make a draft from the tensors of a checkpoint, without copying them. `ValueError` if the module cannot be made,
-    or if a tensor is missing, unexpected, of another shape, or not floating point. Tensors on the meta device
+    """Make a draft's module from the tensors of a checkpoint, without copying them. `ValueError` if the module cannot
+    be made, or if a tensor is missing, unexpected, of another shape, or not floating point. Tensors on the meta device
     (`Weights.outline`) get all these checks, too.
 
     Args:
@@ -125,8 +125,7 @@ def build(
         named: the tensors, by their names in the module.
         depth: number of layers in the config, compared with `named` before `make`, which takes time for each layer.
         source, title: for messages: the checkpoint's name, and the kind of draft.
-        original: for messages, too: maps the name of a tensor in the module to that in the checkpoint.
-    """
+        original: for messages, too: maps the name of a tensor in the module to the name in the checkpoint."""
     found = {int(match[1]) for name in named if (match := re.search(r"(?:^|\.)layers\.(\d{1,4})\.", name))}
     if found and found != set(range(depth)):
         raise ValueError(
@@ -164,7 +163,8 @@ def build(
 
 def own_modules(named: Mapping[str, Tensor], count: int | None, vocab_size: int | None) -> dict[str, Any]:
     """Return the settings `draft_vocab_size`, `own_embeddings` and `own_head` of a draft with these tensors, by name in
-    the module. `count`: its number of tokens in the config, `None` if not given: then it has as many as its head."""
+    the module. `count`: number of the draft's tokens in its config; `None`: as many as its LM head has rows.
+    `vocab_size`: number of the target's tokens; a draft with as many has `draft_vocab_size=None`."""
     head = named.get("lm_head.weight")
     if count is None and head is not None and head.dim():
         count = head.shape[0]
@@ -177,7 +177,7 @@ def own_modules(named: Mapping[str, Tensor], count: int | None, vocab_size: int 
 
 
 def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size: int, source: str) -> Tensor | None:
-    """Take the tensors `d2t` and `t2d` out of `named`, and return the target's ids of the draft's tokens,
+    """Remove the tensors `d2t` and `t2d` from `named`, and return the target's ids of the draft's tokens,
     `[draft_vocab_size]`; `None` if the draft has all tokens, or `d2t` is on the meta device. `ValueError` if the
     tensors are damaged, or the draft has fewer tokens and no `d2t`.
 
@@ -220,7 +220,7 @@ def token_ids(named: dict[str, Tensor], draft_vocab_size: int | None, vocab_size
 
 
 def offsets_of(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
-    """Return the tensors `d2t` and `t2d` (see `token_ids`) of a draft with these `ids`; `{}` for `None`, all tokens."""
+    """Return `d2t` and `t2d` `[vocab_size]` of a draft with these `ids`, inverse of `token_ids`; `{}` for `None`."""
     if ids is None:
         return {}
     ids, known = ids.cpu(), torch.zeros(vocab_size, dtype=torch.bool)
@@ -228,7 +228,7 @@ def offsets_of(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
 
 
 def not_of_form(source: str, title: str, missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Return the error message for tensors that do not match a config: lists missing and unexpected tensors."""
+    """Return the error message that the checkpoint `source` is no `title`, with its missing and unexpected tensors."""
     lists = (("missing", sorted(missing)), ("unexpected", sorted(unexpected)))
     named = ", ".join(f"{what} {', '.join(names[:9])}" for what, names in lists if names)
     return (
@@ -238,9 +238,9 @@ def not_of_form(source: str, title: str, missing: Iterable[str], unexpected: Ite
 
 
 def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: Path, hint: str) -> Module:
-    """Make `kind(**arguments)` with the weights in `path`. Memory is used only after names and shapes were checked.
-    `ValueError` if the arguments are invalid, or the file is damaged or does not fit them. For messages: `name` of the
-    module, and `hint`, the last sentence if the weights do not fit."""
+    """Make `kind(**arguments)` with the weights in the file `path`. Memory is used only after names and shapes were
+    checked. `ValueError` if the arguments are invalid, or the file is damaged or does not fit them. For messages:
+    `name` of the module, and `hint`, the last sentence if the weights do not fit."""
     with as_described(name):
         check_arguments(kind.__init__, arguments)
         with torch.device("meta"):

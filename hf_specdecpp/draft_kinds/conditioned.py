@@ -1,4 +1,4 @@
-"""Drafts of some of the target's layers that read its hidden states (`Conditioned`), and their input (`Fusion`)."""
+"""Drafts made of the target's layers that read its hidden states (`Conditioned`), and their input (`Fusion`)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Fusion(StateReader):
         x = F [s; e],   s = h + R [h_1; ...; h_n]
 
     e is the token's input embedding. For verified tokens, h is the target's final hidden state (after its final norm)
-    at the token before, and h_1, ..., h_n are the outputs of its layers `reads` there. For a candidate that follows
-    another one the target has no state yet: s is the draft's own final state at the token before.
+    at the token before, and h_1, ..., h_n are the outputs of its layers `reads` at that token. Before a candidate that
+    follows another candidate the target has no state yet: s is the draft's own final state at the token before.
 
     Example: candidates d and e are drafted after the sequence "a b c". The draft reads b with the target's state at a,
     and c with the target's state at b, and proposes d. It reads d with its own state at c, and proposes e. After d is
@@ -40,8 +40,7 @@ class Fusion(StateReader):
         hidden_size: H, the hidden size of target and draft.
         embedding_size: E, the size of e and x.
         reads: indices of the target's layers whose outputs are read in addition to its final state.
-        rank: rank of F and R, each factored into two smaller matrices; `None` for full matrices.
-    """
+        rank: rank of F and R, each factored into two smaller matrices; `None` for full matrices."""
 
     def __init__(
         self, hidden_size: int, embedding_size: int, reads: list[int] | None = None, rank: int | None = None
@@ -60,19 +59,19 @@ class Fusion(StateReader):
         self.reset()
 
     def to_config(self) -> dict[str, Any]:
-        """Return the arguments of `__init__`."""
+        """Return the arguments of `__init__`, for `config.json`."""
         sizes = {name: getattr(self, name) for name in ("hidden_size", "embedding_size", "rank")}
         return {**sizes, "reads": self.reads[1:]}
 
     @classmethod
     def untrained(cls, target: CausalLM, reads: Sequence[int], rank: int | None = None) -> Fusion:
-        """Make an untrained fusion with the target's hidden and embedding size."""
+        """Make a fusion for training, with the target's hidden and embedding size; other arguments as of the class."""
         hidden_size, _ = sizes_of(target.get_output_embeddings())
         return cls(hidden_size, target.get_input_embeddings().weight.shape[1], list(reads), rank)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set R = 0 and, if F is a full matrix, F so that x = e. A factored F is not changed: it starts random."""
+        """Initialise: R = 0, and if F is a full matrix, F so that x = e. A factored F is not changed: it is random."""
         if isinstance(self.fuse, nn.Linear):
             self.fuse.weight.zero_()
             self.fuse.weight[:, self.hidden_size :].fill_diagonal_(1.0)
@@ -80,7 +79,8 @@ class Fusion(StateReader):
             _last(self.read).weight.zero_()
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """Return x `[..., E]` of the target's states `[..., width]` or the draft's `[..., H]`, and of embeddings e."""
+        """Return x `[..., E]`, given the target's states `[..., width]` or the draft's own `[..., H]` at the tokens
+        before, and the embeddings e `[..., E]`."""
         if self.read is not None and states.shape[-1] == self.width:
             final, read = states.split((self.hidden_size, self.width - self.hidden_size), dim=-1)
             states = final + self.read(read)

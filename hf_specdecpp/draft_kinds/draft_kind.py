@@ -1,6 +1,6 @@
 """Base classes for the kinds of draft: `DraftKind`, `PublishedKind` for kinds whose drafts others publish, too, and
-`StoredKind` for those with a module of this package; `Parts` and `Loading` are the inputs for making a draft. Only
-safetensors and JSON files are opened."""
+`StoredKind` for published kinds whose module is defined in this package. `Parts` and `Loading` are arguments of
+`DraftKind.make`. Only safetensors and JSON files are opened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NESTED = ("transformer_layer_config", "text_config")  # parts of a config that m
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an assistant's draft that its config does not contain."""
+    """The parts of an assistant's draft that are not in its `SpecDecPPConfig`."""
 
     adapter: Path | None = None  # folder of the draft's PEFT adapter
     draft_vocab: Tensor | None = None  # `[n]` token ids that the draft may propose; `None` for all
@@ -46,7 +46,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Loading:
-    """The source of a draft, and the dtype and device to load it with."""
+    """The models that `DraftKind.make` uses, and the dtype and device to load a draft with."""
 
     draft: CausalLM | str | Path | None = None  # a model, folder or Hub id that replaces the draft named in the config
     target: CausalLM | None = None  # whose layers the draft uses, or whose dtype and device are the defaults
@@ -71,25 +71,25 @@ class DraftKind(ABC):
     # Default for training: the number of the target's first layers that draft; `None` for its last layer.
     first_layers: ClassVar[int | None] = None
     own_layers: ClassVar[bool] = False  # whether the draft is made of new layers that are all trained, no adapter
-    serves_heads: ClassVar[bool] = False  # whether `export` writes a head with `inputs="path"` beside a published draft
+    serves_heads: ClassVar[bool] = False  # whether `export` writes a published draft with a head of `inputs="path"`
     # Options that a training run does not support, with reasons: "be trained" (published weights stay as they are),
     # "stay untrained", "late verdicts" (a head judges a candidate after the draft has read it), "draft vocabulary".
     cannot: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
-        """Make the draft of an assistant. `ValueError` if the parts do not fit one another or the target
-        (`Loading.target`, required if `rests_on` is `"target"`)."""
+        """Make the draft of an assistant with this config. `ValueError` if the parts do not fit one another or the
+        target (`Loading.target`, required if `rests_on` is `"target"`)."""
 
     @abstractmethod
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        """Describe the draft in a few words, for messages, cards and reports; `target`: the target's name there."""
+        """Describe the draft in a few words, such as "layers 0, 1 of the target". `target`: words for the target."""
 
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: Any = None, target: Any = None) -> Any:
-        """Load `Parts.module`: the trained module from the assistant's repository, or `None` if the kind has none.
+        """Load `Parts.module`: the trained module from the assistant's `repository`, or `None` if the kind has none.
         Published drafts are loaded from `config.draft_id`, or from `draft` (a folder, Hub id or model). `ValueError` if
-        a file is damaged or does not match its config. If the repository contains only the draft (`is_whole`), also
-        `ValueError` for a draft that does not fit `target`, before weights are read."""
+        a file is damaged or does not match its config. If the published repository contains only the draft
+        (`is_whole`), also `ValueError` for a draft that does not fit `target`, before weights are read."""
         if not self.has_own_file(config):
             return None
         if (arguments := getattr(config, self.own_field)) is None:
@@ -104,32 +104,32 @@ class DraftKind(ABC):
         return bool(self.own_file) and config.draft_id is None
 
     def read_own(self, arguments: dict[str, Any], path: Path) -> Any:
-        """Make the trained module from its arguments and the file at `path`, a copy of `own_file`. `ValueError` if the
-        arguments are invalid, or the file is damaged or does not fit them."""
+        """Make the trained module from its arguments (`own_field`) and the weights in `path` (`own_file`). `ValueError`
+        if the arguments are invalid, or the file is damaged or does not fit them."""
         raise NotImplementedError
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
-        """Return the tensors to save in `own_file`, from the module or from `state`, its gathered state dict if the
-        module is sharded over processes. `dtype` is used only by `StoredKind`."""
+        """Return the tensors of the trained `module` to save in `own_file`. `state`: its state dict, if gathered from
+        several processes. `dtype`: converts the tensors of a `StoredKind`; not used by others."""
         return dict(state or module.state_dict())
 
     def head_of(self, module: Any) -> AcceptanceHead | None:
-        """Return the confidence head that a draft was published with; `None` if it has none."""
+        """Return the confidence head that a loaded draft (`Parts.module`) was published with; `None` if it has none."""
         return None
 
     def override(self, config: SpecDecPPConfig, values: Any) -> None:
-        """Apply `from_pretrained(eagle3=...)`: settings that override a draft's own config. `ValueError` for kinds
-        other than published EAGLE-3 drafts."""
+        """Store `values` of `from_pretrained(eagle3=...)`, which override settings of a published EAGLE-3 draft, in
+        `config`. `ValueError` for all other drafts."""
         raise ValueError(
             f"eagle3={values} says how an EAGLE-3 draft that others trained is to be read, and this assistant drafts "
             f"with {self.describe(config)}. Leave it out."
         )
 
     def refuse_published(self, draft: CausalLM) -> None:  # noqa: B027 - a kind may have such models
-        """Raise `ValueError` for a draft model (PARD) for which nothing is trained or exported here."""
+        """Raise `ValueError` for a PARD model: nothing is trained for it, and it is not exported."""
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write the draft to a folder in a format that other engines serve; `ValueError` if that is impossible."""
+        """Write the draft to the folder in `to`, in a format that other engines serve; `ValueError` if impossible."""
         raise NotImplementedError
 
 
@@ -150,11 +150,11 @@ class PublishedKind(DraftKind):
 
     @abstractmethod
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
-        """Make a draft from a published config and its tensors (shared, not copied); `source` names them in errors.
-        `ValueError`, with a remedy, if they are damaged, do not match, or belong to another kind of draft."""
+        """Make `Parts.module` from a published config (`raw`) and its tensors (shared, not copied). `ValueError`, with
+        a remedy, if they are damaged, do not match, or belong to another kind of draft; `source` names the files."""
 
     def overridden(self, raw: Config, config: SpecDecPPConfig) -> Config:
-        """Return a published config with the overrides of an assistant's config applied (`override`)."""
+        """Return a published config (`raw`) with the overrides in an assistant's config (see `override`)."""
         return raw
 
     def recognises(self, raw: Config) -> bool:
@@ -162,7 +162,7 @@ class PublishedKind(DraftKind):
         return False
 
     def is_marked(self, raw: Config) -> bool:
-        """Whether the config identifies such a draft for certain: it cannot describe an ordinary model."""
+        """Whether a published config describes such a draft for certain, and cannot describe an ordinary model."""
         return self.recognises(raw)
 
     def fields(self, raw: Config) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class PublishedKind(DraftKind):
         return module.to_config()
 
     def misfit(self, module: Any, target: CausalLM) -> str | None:
-        """Return why a loaded draft does not fit a target, as a clause after the draft's name; `None` if it fits."""
+        """Return why a loaded draft does not fit a target ("reads states of 64 numbers, ..."); `None` if it fits."""
         return None
 
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: Any = None, target: Any = None) -> Any:
@@ -212,7 +212,7 @@ class PublishedKind(DraftKind):
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> list[float]:
         """Move a loaded draft to the target's input device and dtype (or `dtype`), and return its `agreement` with the
-        target, `[]` if not measured. `ValueError` if the draft, which `name` describes, does not fit the target."""
+        target, `[]` if not measured. `ValueError`, with the draft's description `name`, if it does not fit."""
         self._refuse(target, name, self.misfit(module, target))
         move(module, input_device(target), dtype or target.dtype)
         return []
@@ -222,7 +222,7 @@ class PublishedKind(DraftKind):
             raise ValueError(f"{name} {wrong} in {type(target).__name__}. {self.belongs}")
 
     def _of_model(self, draft: CausalLM) -> Any:
-        """Make a draft that shares the tensors of a model object; `ValueError` if the model is not such a draft."""
+        """`Parts.module` that shares the tensors of a user's model object; `ValueError` if that is not such a draft."""
         if self.model_class is not None and isinstance(draft, self.model_class):
             return draft
         if self.no_model:
@@ -231,7 +231,7 @@ class PublishedKind(DraftKind):
 
 
 class StoredKind(PublishedKind):
-    """A kind whose module is defined here and made from settings. Its tensors have other names in files."""
+    """A published kind with a module of this package that is made from settings. In files tensors have other names."""
 
     title: ClassVar[str]  # for messages
     renamed: ClassVar[Sequence[tuple[str, str]]]  # (regular expression, replacement): names in a file to names here
@@ -242,15 +242,15 @@ class StoredKind(PublishedKind):
 
     @abstractmethod
     def settings_of(self, raw: Config, named: Mapping[str, Tensor], source: str) -> Any:
-        """Return the settings that a published config and its tensors (by name in the module) describe; `ValueError` as
-        in `read`."""
+        """Return the `settings_class` that a published config (`raw`) and its tensors (by name in the module) describe;
+        `source` and `ValueError` as in `read`."""
 
     @abstractmethod
     def original(self, name: str) -> str:
-        """Return the name in the original format of a tensor of the module."""
+        """Return the name that a tensor of the module has in files of the original format."""
 
     def here(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-        """Return a file's tensors by their names in the module; `ValueError` if two get the same name."""
+        """Return a file's tensors, without `ignored` ones, by name in the module; `ValueError` if two get one name."""
         named: dict[str, Tensor] = {}
         for there, tensor in tensors.items():
             if re.search(self.ignored, there):
@@ -264,7 +264,7 @@ class StoredKind(PublishedKind):
         return named
 
     def readings(self, module: Any, target: CausalLM) -> dict[str, Any]:
-        """Return the settings that the files of a draft may mean, the likeliest first, by a description."""
+        """Return the settings that a draft's files may mean, the likeliest first; keys describe them in logs."""
         return {"": module.settings}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
@@ -272,7 +272,7 @@ class StoredKind(PublishedKind):
         return self.build(self.settings_of(raw, named, source), named, source)
 
     def build(self, settings: Any, named: dict[str, Tensor], source: str) -> Any:
-        """Make the draft with these settings from tensors by name in the module; raises as `checkpoints.build` does."""
+        """Make the module with these settings from tensors by name in the module; errors as in `checkpoints.build`."""
         layer = settings.layer
         ids = checkpoints.token_ids(named, settings.draft_vocab_size, layer.get("vocab_size") or 0, source)
         model: Any = checkpoints.build(
@@ -297,8 +297,8 @@ class StoredKind(PublishedKind):
         return tensors | checkpoints.offsets_of(module.token_ids, module.settings.layer.get("vocab_size") or 0)
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> list[float]:
-        """As in `PublishedKind`. If there are several `readings`, keeps the one that agrees best with the target, or
-        the likeliest if the target has no tokenizer that fits. Logs the choice: as a warning unless the likeliest was
+        """As in `PublishedKind`. Of several `readings` keeps the reading with the highest `agreement`, or the likeliest
+        reading if the target has no tokenizer that fits. Logs the choice: as a warning unless the likeliest reading was
         measured to be the best."""
         super().bind(module, target, name, dtype)
         self.adapt(module, target)
@@ -318,12 +318,12 @@ class StoredKind(PublishedKind):
         return rates.get(chosen, [])
 
     def adapt(self, module: Any, target: CausalLM) -> None:
-        """Adapt a loaded draft to its target, beyond device and dtype."""
+        """Called by `bind`: change a loaded draft's settings and modules as its target requires."""
 
 
 def draft_of(config: SpecDecPPConfig, given: CausalLM | str | Path | None) -> tuple[Any, str | None]:
-    """Return the Hub id, folder or model of a draft, and its commit: that which is `given`, else that which the config
-    names. `ValueError` if there is none."""
+    """Return the Hub id, folder or model of a draft, and its commit: `given` and `None`; without `given` the id and the
+    commit in the config. `ValueError` if the config has no id."""
     if given is None and config.draft_id is None:
         raise ValueError(
             "config.json names no draft (draft_id), so there is nothing to draft with. Write its Hub id there, or give "
@@ -333,7 +333,7 @@ def draft_of(config: SpecDecPPConfig, given: CausalLM | str | Path | None) -> tu
 
 
 def target_for(to: Destination) -> str:
-    """Return the target of an exported draft, a Hub id or folder; `ValueError` if it is not known."""
+    """Return the Hub id or folder of the target that a draft is exported for; `ValueError` if it is not known."""
     if to.target is None:
         raise ValueError(
             "config.json names no target (target_id), and what is exported depends on it. Name it: --target "
@@ -343,8 +343,8 @@ def target_for(to: Destination) -> str:
 
 
 def raw_config(draft: Any) -> Config | None:
-    """Return the config of a `Repository` or of a model object; `None` if there is none or it cannot be read. The
-    error is left to the code that loads the model."""
+    """Return the fields of the config of a `Repository` or of a model object; `None` if there is none or it cannot be
+    read: the code that loads the model raises the error."""
     if not isinstance(draft, Repository):
         config = getattr(draft, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None
@@ -355,5 +355,5 @@ def raw_config(draft: Any) -> Config | None:
 
 
 def pinned(config: SpecDecPPConfig) -> str:
-    """Return the Hub id or folder of a draft, with its commit if known, for messages."""
+    """Describe where a draft is, for messages: Hub id or folder, and the commit if known ("owner/draft at 1a2b")."""
     return f"{config.draft_id}{f' at {config.draft_revision}' if config.draft_revision else ''}"

@@ -23,7 +23,7 @@ from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import as_described, mapping
 from hf_specdecpp.draft_kinds.draft_kind import Config, PublishedKind, pinned
 from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
-from hf_specdecpp.drafting.draft_model import as_wide_as
+from hf_specdecpp.drafting.draft_model import by_id
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.target_states import FINAL, StateReader
@@ -45,7 +45,7 @@ HEADS_OF_LAYER = {"head_dim", "num_key_value_heads"}
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Keys and values that the draft attends to in a round: of all verified tokens but the last."""
+    """The target's keys and values that the draft attends to in a round: of all verified tokens but the last."""
 
     rows: dict[str, tuple[Tensor, Tensor]]  # by kind of layer: keys and values, `[1, kv_heads, n, head_dim]` each
     masks: dict[str, Tensor | None]  # by kind of layer: bool `[1, 1, 1, n]`, where attended to; `None`: everywhere
@@ -53,8 +53,8 @@ class SharedRows:
 
 
 def sources(config: Any) -> dict[str, int]:
-    """Return, by kind of layer, the index of the target's last layer with keys and values of its own, which the draft's
-    layers of that kind read.
+    """Return, by kind of layer ("full_attention", "sliding_attention"), the index of the target's last layer of that
+    kind with keys and values of its own: the draft's layers of that kind attend to these. `config`: the target's.
 
     Example: of six layers `s s f s s f` the last two share the keys and values of others: `{"s": 3, "f": 2}`."""
     with_own = config.layer_types[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
@@ -62,17 +62,16 @@ def sources(config: Any) -> dict[str, int]:
 
 
 def heads_of(attention: Any) -> tuple[int, int]:
-    """Return the number of key heads of an attention module, and their size."""
+    """Return the number of key-value heads of an attention module, and their size."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
 class SharedSession(DraftingSession):
-    """Session for one sequence. Between rounds it keeps only the last token and the state at the token before.
+    """Session for one sequence. Between rounds it keeps only the last token and the target's state at the token before.
 
     Example: "a b c" is verified, and the target has read "a b". The first step reads c with the target's state at b,
-    and proposes d; the second reads d with the state of the first step. Both attend to the target's rows of "a b", and
-    both have the position of c.
-    """
+    and proposes d; the second reads d with the state from the first step. Both steps attend to the target's keys and
+    values of "a b", and have the position of c."""
 
     length = 0
 
@@ -112,23 +111,24 @@ class SharedSession(DraftingSession):
         return self._pass(tokens, torch.stack([self._states[tree.parents[node]] for node in nodes])[None], nodes)
 
     def _pass(self, tokens: Tensor, states: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Return logits and hidden states after these nodes, and store the states that the next steps read."""
+        """Run a draft pass over `tokens` `[1, n]` with the states `[1, n, embedding_size]` before them: logits `[n,
+        vocab_size]` and hidden states after each. Store the states for the children of `nodes`, the tokens' indices."""
         draft = self.draft
         self._seen = self._seen or draft.rows(self._text)
         logits, hidden, further = draft.run(tokens.to(draft.device), states.to(draft.device, draft.dtype), self._seen)
         self._states.update(zip(nodes, further, strict=True))
         self.passes, self.unread = self.passes + 1, 0
-        return as_wide_as(self.vocab_size, logits), hidden
+        return by_id(logits, self.vocab_size), hidden
 
 
 class SharedSteps(RoundSteps):
     """`SharedSession` for captured rounds: each node is read with the state of its parent, and attends to the target's
-    cache. Of the window only the last token is used."""
+    cache. Of the window only the last token and its state are used."""
 
     shares_cache, num_layers = True, 0
 
     def read(self, cache: FixedCache, window: Window) -> None:
-        """Add the window to the cache's length: the draft stores no keys and values."""
+        """Add the window's number of tokens to `cache.length`: the draft stores no keys and values."""
         cache.length.add_(window.last + 1)
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
@@ -137,7 +137,7 @@ class SharedSteps(RoundSteps):
         seen = self.drafter.rows_in(cache)
         while True:
             logits, hidden, further = self.drafter.run(tokens, states, seen)
-            level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
+            level = yield by_id(logits, self.vocab_size)[None], hidden[None]
             tokens = level.tokens
             states = level.of_parents(further[None])
 
@@ -147,8 +147,7 @@ class Gemma4Draft(StateDraft):
 
     A step reads a token and the state at the token before: the target's final state for the last verified token, the
     draft's own state for candidates. The draft has no keys and values; it attends to the target's, and uses the
-    target's embeddings.
-    """
+    target's embeddings."""
 
     shares_cache = True
     session_class, steps_class = SharedSession, SharedSteps
@@ -196,8 +195,8 @@ class Gemma4Draft(StateDraft):
         return self.embeddings(known.to(self.embeddings.weight.device)).to(tokens.device)
 
     def rows(self, text: Any) -> SharedRows:
-        """Return the keys, values and masks for a round; `text` as in `bind_cache`. Sliding layers: the last `window -
-        1` rows of the cache, as the target's window includes the token itself."""
+        """Return the keys, values and masks for a round; `text` as in `bind_cache`. Layers with a sliding window get
+        the last `window - 1` rows of the cache, as the target's window includes the token itself."""
         shown, rows, masks = text.shown, {}, {}
         for kind, place in self.sources.items():
             layer = text.cache.layers[place]
@@ -209,12 +208,12 @@ class Gemma4Draft(StateDraft):
         return SharedRows(rows, masks, text.position.to(self.device))
 
     def run(self, tokens: Tensor, states: Tensor, seen: SharedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one draft step after each of n tokens, which do not attend to one another.
+        """Run one draft step for each of n tokens, which do not attend to one another.
 
         Args:
             tokens: `[1, n]`.
             states: `[1, n, embedding_size]`, the state at the token before each.
-            seen: the target's keys and values that they attend to (`rows`).
+            seen: the target's keys and values, from `rows` or `rows_in`.
 
         Returns:
             Logits `[n, vocab]` float32, the hidden states `[n, hidden_size]` that they were computed from, and the
@@ -229,7 +228,7 @@ class Gemma4Draft(StateDraft):
         return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[n, vocab_size]` of `[n, hidden_size]`; with token clusters, -inf outside the likeliest.
+        """Return logits `[n, vocab_size]` of `[n, hidden_size]`; with token clusters, -inf outside the likeliest ones.
 
         transformers fills all other logits with a number below the least of the pass: q would depend on the other rows
         of the pass, and give every token some probability."""
@@ -264,7 +263,7 @@ class Gemma4(PublishedKind):
         return re.fullmatch(r"gemma\d\w*_assistant", str(raw.get("model_type"))) is not None
 
     def fields(self, raw: Config) -> dict[str, Any]:
-        """Return `vocab_size`, which transformers compares with the target's."""
+        """Return `vocab_size` only, which transformers compares with the target's."""
         size = {"vocab_size": mapping(raw, "text_config").get("vocab_size")}
         check_numbers(size)
         return size
@@ -273,7 +272,7 @@ class Gemma4(PublishedKind):
         return {name: getattr(module.config, name) for name in OWN}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> CausalLM:
-        """Make the model. `ValueError` also if the installed transformers lacks its class."""
+        """As in `PublishedKind`; `ValueError` also if the installed transformers lacks the model class."""
         kind = str(raw.get("model_type"))
         if kind not in CONFIG_MAPPING:
             raise ValueError(
@@ -328,7 +327,7 @@ class Gemma4(PublishedKind):
 
 
 def _bare(config: Any) -> Any:
-    """Make the model, without embeddings and the buffer `token_ordering`; attention is not causal."""
+    """Make the model of a config, without embeddings and without values in the buffer `token_ordering`."""
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     model.model.embed_tokens = None  # the target's are used
     # The rows of a pass are nodes of a tree that do not attend to one another, and logits of all are needed.
@@ -341,7 +340,8 @@ def _bare(config: Any) -> Any:
 
 
 def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the known fields of a config; others, such as `attn_implementation`, could make transformers run code."""
+    """Return the known fields of a config of model type `kind`, checked: `ValueError` for invalid values. Unknown
+    fields, such as `attn_implementation`, could make transformers run code."""
     text, usual = mapping(raw, "text_config"), f"{kind.removesuffix('_assistant')}_text"
     if (named := text.get("model_type")) not in (None, usual):
         raise ValueError(f"text_config.model_type={shown(named)} must be {usual!r}, as a {kind} has it.")

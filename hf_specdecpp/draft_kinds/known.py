@@ -41,7 +41,7 @@ def kind_to_train(draft: str | None) -> DraftKind:
 
 
 def recognise(raw: Config) -> DraftKind | None:
-    """Return the kind of draft that an assistant's or a published draft's `config.json` describes, or `None`."""
+    """Return the kind of draft that the `config.json` of an assistant or of a published draft describes, or `None`."""
     if raw.get("model_type") == SpecDecPPConfig.model_type:
         return BY_NAME.get(str(raw.get("draft_kind", SpecDecPPConfig().draft_kind)))
     if "draft_kind" in raw:  # a damaged config of an assistant
@@ -50,15 +50,15 @@ def recognise(raw: Config) -> DraftKind | None:
 
 
 def read_config(raw: dict[str, Any], kind: DraftKind, source: Repository, commit: str | None) -> SpecDecPPConfig:
-    """Return an assistant's config from its own `config.json`, or from that of a published draft of this kind in the
-    repository `source` at `commit`. `ValueError` if it is damaged or of a newer format."""
+    """Return an assistant's config from `raw`: its own `config.json`, or that of a published draft of this kind in the
+    repository `source` at `commit`. `ValueError` if `raw` is damaged or of a newer format."""
     if not isinstance(kind, PublishedKind) or raw.get("model_type") == SpecDecPPConfig.model_type:
         return SpecDecPPConfig.from_dict(raw)
     return published(kind, source, commit, **kind.fields(raw))
 
 
 def published(kind: DraftKind, source: Repository, commit: str | None, **fields: Any) -> SpecDecPPConfig:
-    """Make the config, with these fields, of an assistant that uses the published draft in a repository."""
+    """Make the config of an assistant that uses the published draft in `source`, with further `fields`."""
     return SpecDecPPConfig(draft_kind=kind.name, draft_id=source.full_name, draft_revision=commit, **fields)
 
 
@@ -67,7 +67,7 @@ def describe(config: SpecDecPPConfig) -> str:
 
 
 def draft_name(config: SpecDecPPConfig) -> str:
-    """Describe the draft for error messages, with the names of its models."""
+    """Describe the draft for error messages, such as "'owner/draft'" or "layers 0, 1 of 'owner/target'"."""
     kind = kind_of(config)
     if kind.rests_on == "draft":
         return repr(config.draft_id)
@@ -78,7 +78,8 @@ def draft_name(config: SpecDecPPConfig) -> str:
 
 
 def ready_made(draft: CausalLM | Repository) -> PublishedKind | None:
-    """Return the kind of a published draft (model object or repository); `None` for other models or assistants."""
+    """Return the kind of a published draft, given its model object or repository. `None` for ordinary models, which
+    may be independent drafts, and for assistants."""
     for kind in PUBLISHED:
         if kind.model_class is not None and isinstance(draft, kind.model_class):
             return kind
@@ -90,13 +91,12 @@ def ready_made(draft: CausalLM | Repository) -> PublishedKind | None:
 def multi_token_layers(
     target: CausalLM, source: str | Path | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[SpecDecPPConfig, Any]:
-    """Return an assistant's config, and the multi-token layers in the repository `source` (default: the target's own),
-    read with the `DownloadOptions` `options`.
+    """Return the config of an assistant that drafts with multi-token layers, and these layers (`MtpLayers`), from the
+    repository `source` (default: the target's own), read with the `DownloadOptions` `options`.
 
     Raises:
         ValueError: the target has no repository, or its repository has no such layers; the message has a remedy.
-        OSError, huggingface_hub errors: a file is missing or cannot be downloaded.
-    """
+        OSError, huggingface_hub errors: a file is missing or cannot be downloaded."""
     repository = MTP.repository_of(target, source, options)
     config = published(MTP, repository, repository.commit(repository.file("config.json")))
     return config, MTP.load(config, repository)

@@ -24,7 +24,7 @@ BLOCK = 12  # candidates per pass: configs name no number, and the authors' resu
 
 
 def mask_token_of(raw: Config) -> int | None:
-    """Return the id of the mask token that a `config.json` names; `None` for models that draft token by token.
+    """Return the id of the mask token in a model's `config.json`; `None` for models that are no PARD drafts.
     `ValueError` for PARD-2, or if the id is invalid."""
     if raw.get("pard2") or raw.get("spd_type") == "pard2" or "pard2_target_layers" in raw:
         raise ValueError(
@@ -37,7 +37,7 @@ def mask_token_of(raw: Config) -> int | None:
 
 
 class MaskSession(DraftSession):
-    """Session for one sequence: reads the tokens that the last round emitted and the mask tokens in one pass."""
+    """Session for one sequence. A round has one draft pass, over the unread tokens and the mask tokens."""
 
     drafter: ParallelDrafter
 
@@ -46,14 +46,14 @@ class MaskSession(DraftSession):
         return next(zip(logits[len(candidates) :], hidden[len(candidates) :], strict=True), None)
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """As in `DraftSession`: nodes get the logits of the candidate at their depth, nodes behind the block -inf."""
+        """As in `DraftSession`: a node at depth k gets the logits of candidate k (from 0), behind the block -inf."""
         logits, hidden = self._block()
         depths = torch.tensor([tree.depths[node] for node in nodes], device=logits.device)
         rows = depths.clamp_max(len(logits) - 1)
         return logits[rows].masked_fill((depths > rows)[:, None], float("-inf")), hidden[rows]
 
     def _block(self) -> tuple[Tensor, Tensor]:
-        """Logits `[places, vocab_size]` and hidden states `[places, hidden_size]` of this round, computed once."""
+        """Logits `[n, vocab_size]` and hidden states `[n, hidden_size]` of the round's only block, for n candidates."""
         if not self.passes:
             drafter = self.drafter
             count = int(max(min(drafter.block, drafter.max_length - self.length + 1), 1))  # positions may end
@@ -68,7 +68,7 @@ class MaskSession(DraftSession):
 
 
 class MaskSteps(ModelSteps):
-    """`MaskSession` for captured rounds: the mask tokens take the place of the dummies behind the last token."""
+    """`MaskSession` for captured rounds: the mask tokens follow the last token and overwrite dummies of the window."""
 
     def __init__(self, drafter: Any, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
@@ -92,7 +92,7 @@ class ParallelDrafter(Drafter):
     """A causal LM that proposes `block` candidates with one pass. `ValueError` if the mask token M has no embedding, or
     the model has recurrent states.
 
-    Example: with `block=3` the pass after a b c reads a b c M M, and the rows of c, M and M propose the candidates."""
+    Example: with `block=3` the pass after a b c reads a b c M M. Logits at c, M, M are those of three candidates."""
 
     session_class, steps_class = MaskSession, MaskSteps
     row_session: Any = Draft.row_session

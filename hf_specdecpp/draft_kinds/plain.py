@@ -1,5 +1,5 @@
-"""The kinds without modules of their own: a smaller model with the target's tokenizer (`Independent`, PARD included),
-some of the target's layers (`EarlyExit`), and no draft model (`Lookup`): candidates are copied from earlier text."""
+"""The kinds of draft without modules of this package: a smaller model (`Independent`, which includes PARD drafts), some
+of the target's layers (`EarlyExit`), and no draft model (`Lookup`): candidates are copied from earlier text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Independent(DraftKind):
         return pinned(config)
 
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
-        """Load or take the model. An adapter is merged into a model loaded here, not into a user's model object."""
+        """As in `DraftKind`. An adapter is merged into a model that is loaded here, not into a user's model object."""
         chosen, revision = draft_of(config, how.draft)
         is_named = isinstance(chosen, str | Path)
         source: Any = Repository(str(chosen), revision, None, how.hub_kwargs) if is_named else base_model(chosen)
@@ -117,7 +117,7 @@ class Lookup(DraftKind):
 
 
 class NoSteps(RoundSteps):
-    """The steps of `NoDraft` in captured rounds, which only look up: there are none, and `unroll` is never called."""
+    """The steps of `NoDraft` in captured rounds: none, since such rounds only look up. `unroll` is never called."""
 
     most, num_layers = 0, 0
 
@@ -129,7 +129,7 @@ class NoSteps(RoundSteps):
 
 
 class NoDraft(Draft):
-    """A draft that proposes no candidates."""
+    """The `Draft` of `Lookup`, which proposes no candidates: lookups do not use drafts (`lookup.looking_up`)."""
 
     model = None
     device, dtype = torch.device("cpu"), torch.float32
@@ -137,7 +137,7 @@ class NoDraft(Draft):
     steps_class = NoSteps
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Never called: embeddings are for heads that judge drafted candidates."""
+        """Never called: only acceptance heads use embeddings, of drafted candidates."""
         raise NotImplementedError
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:
@@ -149,7 +149,7 @@ class NoDraft(Draft):
 
 
 class NoSession(DraftingSession):
-    """The session of `NoDraft`. Does nothing: lookups have no model."""
+    """The session of `NoDraft`: reads nothing, and proposes nothing."""
 
     length = 0
 

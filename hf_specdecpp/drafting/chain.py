@@ -27,7 +27,7 @@ Step: TypeAlias = Callable[[list[Tensor]], DraftStep | None]
 
 
 def at_once(chain: Chain) -> Drafting:
-    """A finished chain as a coroutine that requests no draft step."""
+    """A coroutine as `drafting` returns, for a row of a batch whose `chain` was looked up: it runs no draft step."""
     return chain
     yield  # makes this a coroutine
 
@@ -35,8 +35,8 @@ def at_once(chain: Chain) -> Drafting:
 def next_step(
     session: DraftingSession, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
-    """The draft's next step after `input_ids` `[1, length]` and `candidates`, with logits after all processors; `None`
-    if nothing can be proposed. It is the `step` of `drafting`."""
+    """Run the draft after `input_ids` `[1, length]` and `candidates`: a step with the logits after all processors, not
+    drawn from yet. `None` if the draft has no proposal or processors forbid all tokens. `greedy`: of `DraftStep`."""
     if (found := session.propose_next(candidates)) is None:
         return None
     scores, hidden = found
@@ -55,24 +55,24 @@ def drafting(
     eos_token_ids: Collection[int] = (),
     unread: int = 1,
 ) -> Drafting:
-    """Draft until the rule stops, an end-of-sequence token is drawn, or `max_tokens` are drafted.
+    """Draft a chain until the rule stops, an end-of-sequence token is drawn, or `max_tokens` are drafted.
 
-    A coroutine, so that the rows of a batch can draft together (`draft_chains`): yields the candidates so far before
-    each step, and ends if `False` is sent.
+    A coroutine, so that the rows of a batch can share draft passes (`draft_chains`): yields the candidates so far
+    before each step, ends the chain if `False` is sent, and returns the `Chain`.
 
-    Each read by the host waits for the device. So a candidate is read together with the signal that judges it, and if
-    the rule has no signal, all candidates are read at the end (on a CPU one by one).
+    Each read by the host waits for the device. So a candidate is read together with the rule's signal, and if the rule
+    has no signal, all candidates are read at the end (on a CPU one by one).
 
     Args:
-        step: gets the candidates so far (0-d int64 each), runs the draft and returns its next distribution; `None` if
-            no token can be proposed: then the round ends without a further draw.
-        rule: the stopping rule; its own bounds apply too. The candidate at which it stops is submitted.
+        step: gets the candidates so far (0-d int64 tensors), runs the draft and returns its next distribution; `None`
+            ends the chain, because no token can be proposed.
+        rule: the stopping rule; its `min_tokens` and `max_tokens` apply too. The candidate after which it stops is
+            part of the chain, even if its estimate is low.
         randomness: draws the candidates; `None` takes the likeliest token (greedy).
-        max_tokens: the most candidates.
-        unread: number of tokens that the draft reads before the first candidate.
+        unread: number of tokens that the draft reads in the first step, for `StoppingRule.should_draft`.
 
-    With a head that judges "after", the step that judges a candidate also draws the next one, which stays unjudged.
-    """
+    A head with `inputs="after"` estimates a candidate in the step that draws the next one. So the last candidate of a
+    chain has no estimate."""
     drawn, scores, q = list[Tensor](), list[Tensor](), list[Tensor]()
     tokens: list[int] = []
     rule.begin_round()
@@ -104,7 +104,7 @@ def drafting(
 
 
 class ChainDrafting:
-    """Drafts the chains of one sequence. `TreeDrafting` has the same interface.
+    """Drafts the chains of one sequence. `TreeDrafting` (`generation.candidate_generator`) has the same methods.
 
     Args:
         session: the draft's side of the sequence.
@@ -114,11 +114,10 @@ class ChainDrafting:
         rule: decides the length of each chain.
 
     Attributes:
-        observers: rules whose `record_outcome` is called after each round.
-        for_trees: whether rounds may be trees.
+        observers: objects whose `record_outcome(tree, path)` is called after each round: the rule, if it has a signal.
+        for_trees: whether this is a `TreeDrafting`, so that the target must be able to read trees.
         branches: whether candidates may have siblings.
-        makes_chains: whether `generation` turns a drafted tree of one branch into a `Chain`.
-    """
+        makes_chains: whether drafted trees of one branch are converted to a `Chain` (`DraftTree.as_chain`)."""
 
     for_trees = branches = makes_chains = False
 
@@ -131,33 +130,35 @@ class ChainDrafting:
         self.observers: list[StoppingRule] = [] if rule.looks_at_nothing else [rule]
 
     def refuse(self, reason: str) -> None:
-        """Does nothing. `TreeDrafting` drafts no more trees after this call."""
+        """Draft only chains from now on, because of `reason`: does nothing here, but `TreeDrafting` gives up trees."""
 
     def longest(self, room: int, most: int) -> int:
-        """Most candidates of the next round in a path. `room`: as the output may have; `most`: as the caller allows."""
+        """Maximum length of the next chain, given the output's `room` for candidates and the caller's limit `most`."""
         return min(room, most)
 
     def draft(self, input_ids: Tensor, longest: int) -> Chain:
-        """Draft at most `longest` candidates after the sequence `input_ids` `[1, length]`."""
+        """Draft a chain of at most `longest` candidates after the sequence `input_ids` `[1, length]`."""
         (chain,) = draft_chains([self.step_by_step(input_ids, longest)])
         chain.passes = self.session.passes
         return chain
 
     def step_by_step(self, input_ids: Tensor, longest: int) -> Drafting:
-        """`draft` as a coroutine, for the rows of a batch."""
+        """The coroutine (`drafting`) that drafts the same chain as `draft`, for a row of a batch."""
         step = partial(next_step, self.session, self.processing, input_ids, self.randomness is None)
         return drafting(step, self.rule, self.randomness, longest, self.eos_token_ids, self.session.unread)
 
     def survival(self, chain: DraftTree) -> float | None:
-        """Estimated probability that all of `chain` is accepted; `None` if unknown, or if nothing may follow it."""
+        """Estimated probability that `chain`, just drafted, is fully accepted. `None` if the rule has no estimate, or
+        the chain has an end-of-sequence token: then no looked-up candidates are appended."""
         return None if self.eos_token_ids.intersection(chain.candidates) else self.rule.survival(len(chain))
 
 
 def draft_chains(
     rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool] | None = None
 ) -> list[Chain]:
-    """Draft the chains of several rows (coroutines, `drafting`) step by step together. `prepare`, if any, is called
-    before each step with the candidates of the unfinished rows, by index in `rows`; if it returns `False`, all end."""
+    """Draft a chain with each coroutine of `rows` (`drafting`), all step by step together. `prepare`, if any, is called
+    before each step, to run the draft once for all unfinished rows: it gets their candidates so far, by index in
+    `rows`. If it returns `False`, all chains end."""
     chains: dict[int, Chain] = {}
     going, goes_on = list(range(len(rows))), None
     while going:
@@ -173,8 +174,7 @@ def draft_chains(
 
 
 def _read_token(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
-    """The drawn token (-1 before the draw), and whether the rule stops there. Both are read with one wait for the
-    device."""
+    """The step's token (-1 before the draw), and whether the rule stops. Reads both with one wait for the device."""
     signal = rule.signal(draft)
     token = torch.tensor(-1) if draft.token is None else draft.token
     if signal is None:
@@ -190,23 +190,22 @@ def _read_token(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
 class StoppingRule:
     """Base class: never stops before `max_tokens`. One instance serves one generation, so it may keep state.
 
-    A rule gets one number for each candidate from `signal` (a 0-d tensor, so that the host waits once for token and
-    signal), and decides in `stops`.
+    After each draft step `signal` computes a number on the device, such as an estimate of acceptance, and `stops` gets
+    its value on the host and decides. So the host waits once for token and signal.
 
     Attributes:
+        min_tokens, max_tokens: the fewest and the most candidates in a round. Other limits may end a round earlier.
         looks_at_nothing: whether `signal` is always `None` and `stops` always `False`.
-        asks_first: whether `stops` is asked before each draw, with an estimate that is known then.
+        asks_first: whether `stops` is called before each draw and not after it (estimators with `inputs="path"`).
         estimator: estimates the acceptance of candidates, for a rule that uses it.
-        worth: value of a further candidate in a row of a batch, as a multiple of its cost (`should_continue`).
-    """
+        worth: estimated value of another candidate in this row of a batch, divided by its cost (`should_continue`)."""
 
     min_tokens = 1
     looks_at_nothing = asks_first = False
     estimator: Estimator | None = None
 
     def survival(self, count: int) -> float | None:
-        """Probability that the round's first `count` candidates are accepted; `None` if unknown, or if nothing may
-        follow them."""
+        """Estimated probability that the round's first `count` candidates are all accepted; `None` if unknown."""
         return None
 
     @property
@@ -217,30 +216,30 @@ class StoppingRule:
         self.max_tokens = max_tokens
 
     def begin_round(self) -> None:
-        """Forget the previous round."""
+        """Called before a round's first draft step: forget the previous round."""
 
     def should_draft(self, unread: int) -> bool:
-        """Whether the round drafts at all. `unread`: number of tokens that the draft would have to read first."""
+        """Whether the round drafts at all. `unread`: number of tokens that the draft would read in its first step."""
         return True
 
     def signal(self, step: DraftStep) -> Tensor | None:
-        """The number that `stops` gets for this step, or `None`."""
+        """The 0-d tensor whose value `stops` gets for this step, or `None`."""
         return None if self.estimator is None else self.estimator.estimate(step)
 
     def stops(self, signal: float | None) -> bool:
-        """Whether the round ends after the candidate of the step that gave `signal`; with `asks_first` before it."""
+        """Whether the round ends after the candidate of the latest step, whose `signal` this is; with `asks_first`
+        before that candidate, which is then not drawn."""
         return False
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Called after verification with the accepted nodes (`path`)."""
+        """Called after each verification with the drafted `tree` and its accepted nodes (`path`)."""
 
 
 def should_continue(rules: Sequence[StoppingRule], rows: int) -> bool:
-    """Whether the unfinished rows of a batch, which have these `rules`, should all draft another candidate. The target
-    then reads one more token per row of the batch (`rows`), although some rows have stopped.
+    """Whether the rows of a batch that still draft in this round should all draft another candidate. `rules`: the rules
+    of these rows. `rows`: number of all rows; the target then reads one more token for each of them.
 
-    Example: two of four rows are unfinished, and a candidate is worth 3 and 1.7 times its cost. 4.7 > 4: draft.
-    """
+    Example: two of four rows still draft, and their `worth` is 3 and 1.7. They go on, because 3 + 1.7 > 4."""
     return sum(rule.worth for rule in rules) > rows
 
 
@@ -251,13 +250,13 @@ class FixedLength(StoppingRule):
 
 
 class Threshold(StoppingRule):
-    """SpecDec++ (section 3): stop when the probability that at least one candidate is rejected exceeds h.
+    """SpecDec++ (section 3): stop when the estimated probability that at least one of the round's candidates is
+    rejected exceeds h, which is `config.threshold`.
 
     Args:
         rates: calibrates the estimates with the outcomes of earlier rounds, and is updated by each round; `None` uses
             raw estimates, as in the paper.
-        min_tokens: the fewest candidates in a round.
-    """
+        min_tokens: the fewest candidates in a round."""
 
     def __init__(
         self, config: SpeculationConfig, estimator: Estimator, rates: AcceptanceRates | None = None, min_tokens: int = 1

@@ -27,13 +27,13 @@ logger = logging.get_logger("hf_specdecpp")
 
 
 class DraftingSession(ABC):
-    """A draft's side of one sequence: the tokens read, and proposals, `propose_next` for chains, `expand` for trees.
+    """A draft's side of one generated sequence, such as its KV cache. `read_verified` begins a round; then the draft
+    proposes candidates, in `propose_next` for chains or in `expand` for trees.
 
     Attributes:
         unread: number of tokens that the draft will read in its next pass.
         passes: number of draft passes in this round.
-        embed: maps token ids to their input embeddings in the draft, for an acceptance head.
-    """
+        embed: maps token ids to their input embeddings in the draft, for an acceptance head."""
 
     embed: Callable[[Tensor], Tensor]
 
@@ -43,44 +43,45 @@ class DraftingSession(ABC):
     def bind_cache(self, text: Any) -> None:  # noqa: B027 - does nothing for most drafts
         """Called once, before the first round; `ValueError` if the draft cannot read the target's cache.
 
-        `text` (`generation.single_target.TargetContext`): the target's `cache`, which has all tokens but the last; bool
-        `[rows]`, which of its rows are `shown` by the attention mask (`None`: all); and the last token's `position`."""
+        `text` is a `generation.single_target.TargetContext`. A draft reads these attributes in later rounds: `cache`,
+        the target's, with all tokens but the last; `shown`, bool `[rows]`, which of the cache's rows the attention mask
+        shows (`None`: all); and `position`, of the last token."""
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """Number of tokens that the draft has read or will read in its next pass."""
+        """Number of tokens of the sequence that the draft has read or will read in its next pass."""
 
     @abstractmethod
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        """Record the tokens that the last round emitted.
+        """Called at the beginning of each round, to record the tokens emitted since the previous call.
 
         Args:
-            new_tokens: `[1, n]`, the prompt in the first round, then the accepted candidates and the token after them.
-            num_accepted: number of accepted candidates among them.
-            states: `[1, m, size]`, for a draft that reads them: the target's states before each of the last m tokens.
-        """
+            new_tokens: `[1, n]`: in the first call the prompt, then the accepted candidates and the token after them.
+            num_accepted: number of accepted candidates among `new_tokens`.
+            states: for a draft that reads the target's hidden states: `[1, m, size]`, the state at the token before
+                each of the last m of `new_tokens`."""
 
     @abstractmethod
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Logits `[vocab_size]` of the next candidate, and the hidden state that they were computed from.
+        """Return logits `[vocab_size]` of the next candidate, and the hidden state that they were computed from.
 
-        `candidates`, 0-d int64 each, starts empty in a round and grows by one token from call to call. `None` if the
-        draft has no proposal: this must not depend on tokens drawn in this round, unless they were certain (a point
-        mass).
-        """
+        `candidates`: the round's candidates so far (0-d int64 each), none in its first call, one more in each further
+        call. `None` if the draft has no proposal: this must not depend on tokens drawn in this round, unless they were
+        certain (a point mass)."""
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after nodes of a tree: in the first call the
-        root, then nodes whose parents were in earlier calls. A row whose logits are all -inf gets no candidates."""
+        """Return logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after n nodes of `tree`, given by index.
+        The first call of a round is for `[0]`, the root; then come nodes whose parents were in earlier calls. Nodes
+        whose logits are all -inf get no children."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
     def commit_path(self, path: list[int]) -> None:  # noqa: B027 - most drafts read accepted candidates again
-        """Called after a tree was verified, with its accepted nodes (`path`)."""
+        """Called after each verification of a tree, with the accepted nodes (`path`, without the root)."""
 
 
 class RowsAlone:
-    """The rows of a batch whose draft shares no state between them: each row runs by itself."""
+    """`Draft.batch` of drafts that cannot read several rows in one pass: each row's session runs the draft alone."""
 
     def run_draft(self, _asking: dict[int, list[Tensor]]) -> None:
         """Does nothing: `propose_next` of each row runs the draft."""
@@ -90,7 +91,7 @@ class RowsAlone:
 
 
 def check_beside(target: CausalLM) -> None:
-    """Raise `ValueError` if `target` is spread over several processes, so that no draft can use its embeddings."""
+    """Raise `ValueError` if `target` is spread over several processes: for drafts that use the target's embeddings."""
     if (processes := num_processes(target)) > 1:
         raise ValueError(
             f"{type(target).__name__} is spread over {processes} processes, which would have to draft each token "
@@ -99,15 +100,14 @@ def check_beside(target: CausalLM) -> None:
 
 
 class Draft:
-    """Proposes candidates. A draft has no state of a generation; its sessions do.
+    """Base class: proposes candidates. The state of a generation is in the draft's sessions, not in the draft.
 
     Example: a draft with `block = 4` and `places = 4` gives the distributions of four positions with one pass. A chain
     of three candidates then costs one pass (`Costs.draft`) and two further positions (`Costs.branch`).
 
     Attributes:
         parts: the modules that a draft step runs.
-        reads: turns the target's states into the draft's inputs (`StateReader`); `None`: the draft reads no states.
-    """
+        reads: converts the target's hidden states to the draft's inputs; `None` for drafts that read no such states."""
 
     model: CausalLM  # that drafts; `None` if nothing is drawn
     session_class: type[Any]  # `DraftingSession` of a sequence
@@ -141,32 +141,33 @@ class Draft:
         return None
 
     def session(self, vocab_size: int) -> DraftingSession:
-        """The draft's side of one sequence; `vocab_size` is the width of the target's logits."""
+        """Make the session of one sequence; `vocab_size` is the width of the target's logits."""
         return self.session_class(self, vocab_size)
 
     def round_steps(self, vocab_size: int) -> RoundSteps | None:
-        """The draft steps of captured rounds; `None` if they are not captured."""
+        """The draft steps to capture in CUDA graphs of whole rounds; `None` if this draft is not captured."""
         return None if self.captured_copy is None else self.steps_class(self.captured_copy, vocab_size)
 
     def row_session(self, vocab_size: int) -> DraftingSession:
-        """The draft's side of one row of a batch."""
+        """Make the session of one row of a batch."""
         return self.session(vocab_size)
 
     def batch(self, rows: Sequence[Any]) -> Any:
-        """An object that runs the draft for the rows of a batch, as `BatchSession`. `rows`: their `row_session`s."""
+        """Make the object that runs the draft for all rows of a batch (as `BatchSession`). `rows`: their sessions."""
         return RowsAlone()
 
     @property
     def tree_reader(self) -> CausalLM | None:
-        """The draft's model if trees must first be tested with it (`trees.attention.check_tree`); `None` if no model
-        reads trees, or the model is known to read them correctly."""
+        """The draft's model if `trees.attention.check_tree` must test it before trees are drafted; `None` if the draft
+        reads no tree nodes in a model, or its model is known to read them correctly."""
         return None
 
     def renew(self) -> None:
         """Called before each generation: update copies of the target's weights, which may be in training."""
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        """If `wanted` and possible, prepare rounds captured as CUDA graphs; `fuse`: compile small pieces."""
+        """Called before each generation. If `wanted` (`graphs="auto"`) and possible, set `captured` to a copy of the
+        draft for rounds captured as CUDA graphs; `fuse`: compile its small operations (`compile`)."""
         if not wanted or not graphs.can_capture(self.device):
             self.captured = None
             return
@@ -184,11 +185,11 @@ class Draft:
         return None
 
     def for_capture(self, fuse: bool) -> Any:
-        """A copy of the draft for captured rounds; `fuse` as in `capture_steps`."""
+        """Make a copy of the draft for captured rounds; `fuse` as in `capture_steps`."""
         return None
 
     def give_up(self, reason: str) -> None:
-        """Stop capturing this draft until it or `fuse` changes, and warn with the reason."""
+        """Do not capture this draft until the draft or `fuse` changes (`capture_steps`), and warn with `reason`."""
         self.captured = None if self.captured is None else (self.captured[0], None)
         logger.warning(
             f"Rounds with {type(self.model).__name__} cannot be captured as CUDA graphs here ({reason}), so they run "
@@ -202,7 +203,8 @@ class Draft:
 
 
 class StateDraft(Draft):
-    """A draft on the target's device that reads the target's states and cannot be run by a single `Drafter`."""
+    """Base class of drafts that read the target's hidden states and use its embeddings, and that no `Drafter` can run.
+    `model` is their module, `reader` becomes `reads`. `ValueError` for a target on several processes."""
 
     model: Any
     draft_vocab = None  # all tokens

@@ -25,7 +25,7 @@ def check_draft_vocab(ids: Tensor, num_ids: int) -> None:
 
 
 def check_can_draft(model: CausalLM) -> None:
-    """Raise `ValueError` if a model predicts no tokens, or cannot roll back rejected tokens."""
+    """Raise `ValueError` unless `model` is a decoder-only causal LM that can roll back rejected tokens."""
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(f"{name} has no LM head, so it cannot predict tokens. Load it with AutoModelForCausalLM.")
@@ -36,7 +36,7 @@ def check_can_draft(model: CausalLM) -> None:
 
 
 def check_fusion(fusion: StateReader, drafter: Any) -> None:
-    """Raise `ValueError` unless the fusion was made for hidden states and embeddings of the draft's sizes."""
+    """Raise `ValueError` unless the fusion was made for hidden states and embeddings of the sizes of `drafter`."""
     theirs = fusion.hidden_size, fusion.embedding_size
     if theirs != (ours := (drafter.hidden_size, drafter.embedding_size)):
         raise ValueError(
@@ -46,7 +46,7 @@ def check_fusion(fusion: StateReader, drafter: Any) -> None:
 
 
 def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
-    """Raise `ValueError` unless the head was trained for hidden states and embeddings of the draft's sizes."""
+    """Raise `ValueError` unless the head was trained for hidden states and embeddings of the sizes of `drafter`."""
     sizes = ("hidden_size", "embedding_size") if head.inputs == "before" else ("hidden_size",)
     ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (head, drafter))
     if ours != theirs:
@@ -57,7 +57,8 @@ def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
 
 
 def check_logits(drafter: Any) -> None:
-    """Raise `ValueError` unless the drafter's logits of a token equal those of the model's own forward pass."""
+    """Raise `ValueError` unless `drafter` (a `DraftModel`), which calls decoder and LM head separately, computes the
+    logits of the model's own forward pass, up to rounding. Compares the logits after one token."""
     model = drafter.model
     probe = torch.zeros((1, 1), dtype=torch.long, device=drafter.device)
     with trying(model) as read:

@@ -1,5 +1,4 @@
-"""A model that drafts (`DraftModel`) and its side of one sequence: the tokens read (`ModelSession`), its KV cache and
-draft steps (`DraftSession`)."""
+"""A causal LM that drafts (`DraftModel`), and its session for one sequence (`DraftSession`)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 
 class DraftModel(nn.Module):
-    """A causal LM as inner decoder and LM head, which are called separately. It has no state of a generation, so
+    """A draft's causal LM, whose inner decoder and LM head are called separately. Without state of a generation, so
     several threads may share one. `ValueError` if the model cannot draft, `draft_vocab` has invalid or equal ids, the
     fusion has other sizes, or the model computes logits from hidden states in an unknown way.
 
@@ -34,8 +33,8 @@ class DraftModel(nn.Module):
         draft_vocab: optional int64 token ids; the LM head computes only these, and q is zero elsewhere.
         shares_target: whether the model's tensors are the target's. If so, the model is not registered as a submodule:
             `.to()` and similar calls on the drafter never move or cast the target or the small head.
-        fusion: turns the target's hidden states and embeddings into inputs, for a draft that reads them.
-    """
+        fusion: converts the target's hidden states and the tokens' embeddings to the decoder's inputs, for a draft
+            that reads such states."""
 
     model: CausalLM
     _decoder: CausalLM
@@ -92,30 +91,23 @@ class DraftModel(nn.Module):
         return self.model.get_input_embeddings().weight.shape[1]
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
-        """Embeddings `[..., embedding_size]` of ids `[...]` on their device. `are_known`: all are in the table."""
+        """Embeddings `[..., embedding_size]` of ids `[...]`, on the device of the ids; ids beyond the embedding table
+        count as 0. `are_known`: there are none."""
         weight = self.model.get_input_embeddings().weight
         known = token if are_known else self.known(token)
         return nn.functional.embedding(known.to(weight.device), weight).to(token.device)
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Logits `[..., vocab_size]` float32 of hidden states `[..., hidden_size]`.
-
-        Cut or padded to `vocab_size`, the width of the target's logits. Ids that the model or `draft_vocab` lacks get
-        -inf.
-        """
-        if self.small_head is None:
-            logits = self._head_logits(self.model.get_output_embeddings(), self.before_head(hidden))
-        else:
-            shape = (*hidden.shape[:-1], self.num_ids)
-            logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
-            logits[..., self.draft_vocab] = self.vocab_logits(hidden)
-        return logits if logits.shape[-1] == vocab_size else as_wide_as(vocab_size, logits)
+        """Logits `[..., vocab_size]` float32, by token id, of final hidden states `[..., hidden_size]`. `vocab_size`:
+        the width of the target's logits. Wider logits are cut; ids that the model or `draft_vocab` lacks get -inf."""
+        ids = self.draft_vocab
+        return by_id(self.vocab_logits(hidden), vocab_size, ids, 0 if ids is None else self.num_ids)
 
     def _head(self) -> Any:
         return self.model.get_output_embeddings()
 
     def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
-        """Logits of hidden states as the model computes them: the head, then scaling and capping in some families."""
+        """Logits of the LM head's inputs `hidden` as the model computes them: some families scale and cap them."""
         if type(head) is nn.Linear:  # Mamba 2 in half precision keeps its residual stream in float32
             logits = head(hidden.to(head.weight.dtype))
         elif hidden.dim() == 1:  # bitsandbytes' layers take matrices only
@@ -131,7 +123,8 @@ class DraftModel(nn.Module):
         return logits.float()
 
     def known(self, token_ids: Tensor) -> Tensor:
-        """Replace ids beyond the embedding table by 0. Candidates are verified, so this costs acceptance only."""
+        """Return `token_ids` with 0 for ids beyond the embedding table. The output stays exact, as candidates are
+        verified; but fewer may be accepted."""
         return token_ids.where(token_ids < num_embeddings(self.model), 0)
 
     @property
@@ -141,7 +134,7 @@ class DraftModel(nn.Module):
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The modules that a draft step runs. With `draft_vocab` the head is the small one."""
+        """The modules that a draft step runs. With `draft_vocab` the LM head is the small one (`small_head`)."""
         head = self._head() if self.small_head is None else self.small_head
         return [inner_decoder(self.model), head, *([] if self.fusion is None else [self.fusion])]
 
@@ -154,12 +147,10 @@ class DraftModel(nn.Module):
         are_known: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`. A draft that
-        reads the target also gets `states`, the target's before each token.
-
-        With a cache the tokens follow those in the cache, and are added to it. `inputs` are further arguments of the
-        forward pass. Ids beyond the embedding table count as 0; `are_known`: there are none.
-        """
+        """Run the decoder on `input_ids` `[batch, n]`: last hidden states (after the final norm) `[batch, n,
+        hidden_size]`. A draft with a fusion also gets `states` `[batch, n, size]`, the target's or its own hidden
+        states at the token before each. The tokens follow the tokens in `cache`, and are added to the cache. `inputs`:
+        further arguments of the decoder. Ids beyond the embedding table count as 0; `are_known`: there are none."""
         if states is None:
             inputs["input_ids"] = input_ids if are_known else self.known(input_ids)
         elif self.fusion is None:
@@ -173,11 +164,12 @@ class DraftModel(nn.Module):
         return output.last_hidden_state
 
     def vocab_logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., d]` float32 of the d tokens in `draft_vocab`, in that order; without it of all tokens."""
+        """Logits `[..., d]` float32 of final hidden states: of the d tokens in `draft_vocab`, in that order, or of all
+        of the model's tokens."""
         return self.head_logits(self.before_head(hidden))
 
     def before_head(self, hidden: Tensor) -> Tensor:
-        """The LM head's inputs, from the hidden states of a step: these states, but EAGLE-3 drafts norm them first."""
+        """The LM head's inputs, from the result of `hidden_states`: unchanged, except that EAGLE-3 drafts norm it."""
         return hidden
 
     def head_logits(self, inputs: Tensor) -> Tensor:
@@ -190,11 +182,11 @@ class DraftModel(nn.Module):
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Copy the rows of `draft_vocab` again if the LM head has changed, as after each step of a target in training.
+        """Called before each generation: copy the LM head's rows of `draft_vocab` to the small head again if they have
+        changed, as after each training step of a target that shares its head with the draft.
 
-        In place, so that compiled and captured code stays valid. One number of each row is compared, because an
-        optimiser changes all; fused optimisers do not update autograd's version counter.
-        """
+        The copy is in place, so that compiled and captured code stays valid. Changes are found by one number of each
+        row, since an optimiser changes all; autograd's version counter would miss those of fused optimisers."""
         head, small, ids = self._head(), self.small_head, self.draft_vocab
         if ids is None or not isinstance(small, nn.Linear) or small is head or is_quantised(head):
             return
@@ -209,17 +201,21 @@ class DraftModel(nn.Module):
         return super()._apply(fn, recurse) if not self.shares_target else self
 
 
-def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
-    """Pad logits with -inf, or cut them, to `[..., vocab_size]`.
-
-    The target's width may change at any time (`resize_token_embeddings`).
-    """
+def by_id(logits: Tensor, vocab_size: int, ids: Tensor | None = None, num_ids: int = 0) -> Tensor:
+    """Return a draft's logits `[..., d]` as `[..., vocab_size]`, by token id: ids that the draft lacks get -inf. `ids`:
+    `[d]`, the token ids of the d logits, all below `num_ids`; `None`: 0, 1, ..., d - 1. Ids from `vocab_size` on are
+    cut, because the target's width may change at any time (`resize_token_embeddings`)."""
+    if ids is not None:
+        own, logits = logits, logits.new_full((*logits.shape[:-1], num_ids), float("-inf"))
+        logits[..., ids] = own
     missing = vocab_size - logits.shape[-1]
-    return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
+    if missing > 0:
+        return nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits[..., :vocab_size] if missing else logits
 
 
 def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
-    """A copy of an LM head with the rows of `token_ids` only."""
+    """Make an LM head from copies of the rows `token_ids` of `head`, which may be quantised: the copy is not."""
     with torch.no_grad():
         weight = rows_of(head, token_ids) if is_quantised(head) else head.weight[token_ids]
         bias = getattr(head, "bias", None)  # an adapter around a quantised head has none
@@ -231,14 +227,14 @@ def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
 
 
 class ModelSession(DraftingSession):
-    """The tokens of one sequence that a draft model has read, and the unread ones.
+    """Base class of a draft model's sessions: decides which tokens of the sequence the model reads in each pass.
 
-    Invariant: between rounds the cache holds a prefix of the accepted tokens, each once.
+    Invariant: between rounds the draft's cache contains a prefix of the verified sequence, each token once.
 
     A draft that reads the target's states reads each token with the target's state at the token before; the first token
-    has none and is skipped. Candidates are read with the draft's own states, and once accepted again with the target's.
-    A draft with recurrent layers also rolls back to the start of the round, and reads accepted candidates again.
-    """
+    of the sequence has none and is skipped. It reads candidates with its own states at the token before. After each
+    round it rolls back, and reads accepted candidates again, with the target's states. A draft with recurrent layers
+    also rolls back to the start of the round, and reads accepted candidates again."""
 
     length = 0
 
@@ -256,7 +252,8 @@ class ModelSession(DraftingSession):
 
     @abstractmethod
     def _keep(self, count: int, of: int) -> None:
-        """Keep in the cache the first `count` of the last `of` tokens that were read."""
+        """Called after a round: of the last `of` tokens that the draft has read, keep the first `count` in the cache,
+        and remove the others."""
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         # The last token is always read, because the next candidate follows it. It can be an accepted candidate if the
@@ -276,7 +273,8 @@ class ModelSession(DraftingSession):
         self._num_read_candidates = self.passes = 0
 
     def next_tokens(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The tokens `[1, n]` of the next pass, and the states `[1, n, size]` before them if the draft reads states."""
+        """Begin a draft pass: return the tokens `[1, n]` that the pass must read, all unread ones or the last of
+        `candidates`, and the states `[1, n, size]` at the token before each (`None` unless the draft reads states)."""
         self.passes += 1
         if candidates:
             self._num_read_candidates += 1
@@ -291,7 +289,7 @@ class ModelSession(DraftingSession):
 
 
 class DraftSession(ModelSession):
-    """A draft model's side of one sequence: its KV cache and draft steps."""
+    """A draft model's session for a single sequence, with its own KV cache."""
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
@@ -317,7 +315,7 @@ class DraftSession(ModelSession):
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """As in `DraftingSession`. The root must be read first, alone: it follows all unread tokens."""
+        """As in `DraftingSession`. The call for the root reads all unread tokens, of which the root is the last."""
         if nodes == [0]:
             self._nodes = [0]
             logits, hidden = self.propose_next([])
@@ -338,11 +336,10 @@ class DraftSession(ModelSession):
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def commit_path(self, path: list[int]) -> None:
-        """As in `DraftingSession`: the root and the accepted nodes that were read stay in the cache.
+        """As in `DraftingSession`: keep the root and the accepted nodes that were read in the draft's cache.
 
-        If the draft reads states or runs on an accelerator, only the root stays, and accepted nodes are read again: a
-        pass over a few more tokens takes no longer on an accelerator, and moving rows would need an upload.
-        """
+        If the draft reads states or runs on an accelerator, only the root is kept, and accepted nodes are read again: a
+        pass over a few more tokens takes no longer on an accelerator, and moving rows would need an upload."""
         if not self._nodes:  # nothing was drafted
             return
         again = self.reads_states or waits_for_reads(self.device)

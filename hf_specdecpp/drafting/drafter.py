@@ -1,4 +1,4 @@
-"""A causal LM as a draft (`Drafter`), and its steps in captured rounds (`ModelSteps`)."""
+"""A causal LM that drafts token by token (`Drafter`), and its steps in captured rounds (`ModelSteps`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_KEPT = 64  # masks of passes over at most this many tokens are kept for fur
 
 
 class ModelSteps(RoundSteps):
-    """Captured steps of a draft model or of an early exit of the target, which may read the target's states."""
+    """Steps in captured rounds of a `Drafter`: a draft model or an early exit, which may read the target's states."""
 
     def __init__(self, drafter: Any, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
@@ -50,14 +50,15 @@ class ModelSteps(RoundSteps):
 
 
 def read(drafter: DraftModel, cache: FixedCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Add a window to the cache: logits `[rows, vocab_size]` and hidden states `[rows, size]` after its last token."""
+    """Read and commit a captured round's window: logits `[rows, vocab_size]` and hidden states at each last token."""
     hidden = last_rows(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden
 
 
 def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None) -> Tensor:
-    """Hidden states `[rows, n, hidden_size]` of a pass over n consecutive tokens. `cache.length` does not change."""
+    """Hidden states `[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, which follow the tokens in
+    `cache`. The pass writes keys and values; `cache.length` does not change."""
     count, device = tokens.shape[1], tokens.device
     nodes = (chain_nodes if count > MOST_KEPT else kept_chain_nodes)(count, device)
     if cache.prompt is not None:  # padding is seen by itself only
@@ -70,13 +71,14 @@ def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: T
 def hidden_states(
     drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None, nodes: Nodes, num_prefix: Tensor
 ) -> Tensor:
-    """`[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, `nodes` after `num_prefix` cached rows."""
+    """Hidden states `[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]` with the attention masks and
+    depths in `nodes`, after the first `num_prefix` `[rows]` tokens in `cache`. `states` as in `DraftModel`."""
     inputs = pass_inputs(drafter.model, cache, nodes, num_prefix, drafter.max_length)
     return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)
 
 
 class Drafter(DraftModel, Draft):
-    """A causal LM as a draft: one distribution per pass. The arguments are those of `DraftModel`."""
+    """The `Draft` of a causal LM, which proposes one candidate per pass. The arguments are those of `DraftModel`."""
 
     session_class, steps_class = DraftSession, ModelSteps
 

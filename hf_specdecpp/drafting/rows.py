@@ -1,4 +1,4 @@
-"""A draft model's side of a batch: the tokens read of each row (`RowSession`), and one cache (`BatchSession`)."""
+"""A draft model in a batch: one `RowSession` for each row, and one cache for all (`BatchSession`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 
 
 class RowSession(ModelSession):
-    """The tokens that the draft reads of one row. `BatchSession` runs the draft, and stores logits `[vocab_size]` and
-    hidden state of the row's next step in `found`. `num_dropped`: rejected tokens that its cache still has."""
+    """A draft model's session for one row of a batch. `BatchSession` runs the draft for all rows, and stores the row's
+    next logits `[vocab_size]` and hidden state in `found`. `num_dropped`: number of the row's last tokens in the cache
+    that were rejected and are not removed yet."""
 
     found: tuple[Tensor, Tensor]
     num_dropped = 0
@@ -24,20 +25,19 @@ class RowSession(ModelSession):
         self.num_dropped += of - count
 
     def store(self, logits: Tensor, hidden: Tensor) -> None:
-        """Store the draft's logits and hidden state after the tokens of `next_tokens`."""
+        """Called after a pass over the tokens of `next_tokens`, with logits and hidden state at the last of them."""
         self.found, self._own_states = (logits, hidden), {0: hidden}
 
     def propose_next(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """As in `DraftingSession`. `BatchSession.run_draft` has run the draft for these candidates already."""
+        """As in `DraftingSession`: returns the result of `BatchSession.run_draft`, which was called before."""
         return self.found
 
 
 class BatchSession:
-    """The draft's cache for all rows of a batch; `ValueError` if the draft has layers that are not attention.
+    """Runs a draft model for all rows of a batch, with one cache; `ValueError` if it has layers that are not attention.
 
-    Unfinished rows are read in one pass. In a round's first step rows have different numbers of unread tokens, so
-    shorter rows are padded on the left with dummies; a row that does not draft has dummies only.
-    """
+    Each pass is over all rows that still draft in this round. In a round's first pass rows have different numbers of
+    unread tokens, so shorter rows are padded on the left with dummies; a row that does not draft has dummies only."""
 
     def __init__(self, rows: Sequence[RowSession]) -> None:
         self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter
@@ -46,8 +46,8 @@ class BatchSession:
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
 
     def run_draft(self, asking: dict[int, list[Tensor]]) -> None:
-        """Run the draft for the unfinished rows and store the results in their sessions. `asking`: their candidates, by
-        index in the batch; in a round's first step no row has any."""
+        """Run one draft pass and store the results in the rows' sessions. `asking`: the candidates so far of each row
+        that still drafts in this round, by its index in the batch; none has any before the round's first pass."""
         if not any(asking.values()):
             num_dropped = torch.tensor([row.num_dropped for row in self.rows], device="cpu")
             self.context.commit(torch.zeros_like(num_dropped), of=num_dropped)
@@ -62,7 +62,8 @@ class BatchSession:
             self.rows[place].store(of_row, hidden[place])
 
     def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
-        """Read `fed`, what `next_tokens` gives by row: hidden states `[rows, hidden_size]` after each last token."""
+        """Run the pass. `fed`: tokens and states from `next_tokens`, by index of the row. Returns hidden states `[rows,
+        hidden_size]` at the last token of each row."""
         device, dtype = self.rows[0].device, self.drafter.dtype
         width = max(tokens.shape[1] for tokens, _ in fed.values())
         all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)

@@ -20,10 +20,8 @@ MOST_BLOCKS, MOST_POSITIONS, MOST_SIZE = 64, 1024, 2**20
 
 @dataclass
 class Calibration:
-    """Calibration of log-odds: (log-odds + bias) / the temperature of the candidate's position in the round.
-
-    Raises `ValueError` unless there are 1 to 1024 temperatures, positive and finite, and the bias is finite.
-    """
+    """Calibrates the log-odds of a head: (log-odds + bias) / temperature, by the candidate's position in the round.
+    `ValueError` unless there are 1 to 1024 temperatures, positive and finite, and the bias is finite."""
 
     bias: float = 0.0
     temperatures: list[float] = field(default_factory=lambda: [1.0])  # by position; later positions use the last
@@ -38,7 +36,7 @@ class Calibration:
             raise ValueError(f"bias={self.bias!r} must be a finite number: it is added to the log-odds.")
 
     def apply(self, log_odds: Tensor, index: int | Tensor) -> Tensor:
-        """Calibrated log-odds. `index`: one position for all `log_odds` `[...]`, or a tensor with one for each."""
+        """Calibrated log-odds `[...]`. `index`: position in the round, from 0, of all `log_odds` `[...]` or of each."""
         if isinstance(index, int):
             return (log_odds + self.bias) / self.temperatures[min(index, len(self.temperatures) - 1)]
         temperatures = torch.tensor(self.temperatures, dtype=log_odds.dtype, device=log_odds.device)
@@ -57,7 +55,7 @@ class ResidualBlock(nn.Module):
 
 
 class AcceptanceHead(nn.Module):
-    """Predicts whether the target will accept a candidate. `ValueError` if an argument is out of range.
+    """Predicts whether the target will accept a candidate y. `ValueError` if an argument is out of range.
 
     `inputs="after"` is SpecDec++'s head (section 3.2): `num_blocks` residual blocks and a linear layer with two logits
     (0 reject, 1 accept) on the draft's last hidden state at the candidate.
@@ -65,7 +63,7 @@ class AcceptanceHead(nn.Module):
     `inputs="before"` needs no forward pass over the candidate. Its log-odds are those of q(y), plus the output of a
     small network on six scalars (`scalar_features`), plus a correction from the candidate's embedding and the hidden
     state that produced q, through a projection to `rank` and `num_blocks` residual blocks. Both additions are
-    initialised to zero, so an untrained head predicts q(y).
+    initialised to zero, so an untrained head predicts q(y), the draft's probability of the candidate.
 
     `inputs="path"` predicts before the draw the share of q that the target accepts, so all tokens have one estimate: a
     linear layer on the hidden state that produced q, initialised to zero. The states of a DSpark draft include the
@@ -77,11 +75,12 @@ class AcceptanceHead(nn.Module):
         hidden_size: size of the draft's hidden states.
         num_blocks: number of residual blocks, from 0 to 64; 3 in the paper, always 0 for `"path"`.
         tied: whether the blocks share one weight matrix, as in the released SpecDec++ code.
-        inputs: `"after"`, `"before"` or `"path"`: the draft has read the candidate, it has drawn it, or neither.
+        inputs: when the head predicts: `"after"` or `"before"` the draft reads the drawn candidate, or `"path"`, before
+            the draw.
         embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
         rank: width of the correction (`"before"`). Sizes and widths are from 1 to 2**20.
-        siblings: number of siblings per node in the training data (`"before"`), `None` if unknown. In wider trees the
-            sibling scalars of further siblings are capped there, because the network does not extrapolate.
+        siblings: number of siblings per node in the training data (`"before"`), `None` if unknown. In wider trees no
+            sibling's number of earlier siblings counts as more than in training: the network does not extrapolate.
         calibration: keyword arguments of `Calibration`, for `"sampled"` and for `"greedy"` targets.
 
     Attributes:
@@ -143,13 +142,13 @@ class AcceptanceHead(nn.Module):
         """Uncalibrated log-odds of acceptance; inputs may be on another device than the head.
 
         Args:
-            hidden: `[..., hidden_size or more]`, the draft's state at the candidate (`"after"`), or the state behind q.
+            hidden: `[..., hidden_size or more]`, the draft's hidden state at the candidate (`"after"`), or the one that
+                q was computed from. Further numbers are cut off.
             embedding: `[..., embedding_size]` of the candidate (`"before"`).
             scalars: `[..., 6]` from `scalar_features` (`"before"`).
 
         Returns:
-            `[...]` float32, on the head's device.
-        """
+            `[...]` float32, on the head's device."""
         own = self.output.weight  # its device and float32
         hidden = hidden[..., : self.hidden_size]
         if self.inputs != "before":
@@ -167,8 +166,8 @@ class AcceptanceHead(nn.Module):
         return self.output(x)
 
     def estimate(self, step: DraftStep) -> Tensor | None:
-        """Calibrated acceptance probability of the step's candidate, which is drawn already (`"before"`) or not yet
-        (`"path"`); with `"after"` of the previous candidate, `None` if there is none."""
+        """Calibrated acceptance probability of the candidate of `step`, already drawn (`"before"`) or not yet drawn
+        (`"path"`). With `"after"` that of the previous candidate, `None` in a round's first step."""
         position = step.index - (self.inputs == "after")
         if position < 0:
             return None  # the draft has not read a candidate yet
@@ -182,11 +181,10 @@ class AcceptanceHead(nn.Module):
         with `inputs="path"` estimates the first sibling; further siblings get their probabilities in `left`.
 
         Args:
-            step: the draft step of the parents `[...]`.
-            tokens: `[..., c]`, the siblings.
-            left: `[..., c, vocab]`, the distribution of each sibling: q without the earlier siblings.
-            mass: `[..., c]`, total q of the earlier siblings.
-        """
+            step: the draft step after the parents `[...]`.
+            tokens: `[..., c]`, the siblings' token ids.
+            left: `[..., c, vocab]`, the distribution that each was drawn from: q without the earlier siblings.
+            mass: `[..., c]`, total q of the earlier siblings."""
         if self.inputs == "path":
             others = left.gather(-1, tokens[..., None])[..., 1:, 0]
             first = self.estimate(step)[..., None]  # type: ignore[index]
@@ -197,10 +195,8 @@ class AcceptanceHead(nn.Module):
         return self.probability(log_odds, step.index, step.greedy)
 
     def probability(self, log_odds: Tensor, position: int | Tensor, greedy: bool) -> Tensor:
-        """Calibrated probabilities of log-odds `[...]` at one position or at one position each; NaN becomes 0.
-
-        Large weights or states can overflow in the forward pass, and with NaN the growth of a tree would not end.
-        """
+        """Calibrated probabilities of `log_odds` `[...]` from `forward`, for sampled or `greedy` targets; `position` as
+        the `index` of `Calibration`. NaN, after an overflow, becomes 0: with NaN the growth of a tree would not end."""
         calibration = self.calibration.get(MODES[greedy])
         position = position.to(log_odds.device) if isinstance(position, Tensor) else position
         calibrated = log_odds if calibration is None else calibration.apply(log_odds, position)
@@ -213,5 +209,5 @@ class AcceptanceHead(nn.Module):
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:
-    """log p - log(1 - p), finite for p = 1."""
+    """log p - log(1 - p) of log p; finite for p = 1."""
     return log_probability - torch.log1p(-log_probability.exp().clamp_max(1 - 1e-6))

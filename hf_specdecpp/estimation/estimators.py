@@ -3,8 +3,8 @@
 An estimator is called once for each drafted candidate, with the `DraftStep` that drew the candidate, and returns a
 probability: with `inputs="before"` for this candidate, which the draft has not read; with `inputs="after"` for the
 previous candidate, whose hidden state the step computed (SpecDec++). With `inputs="path"` (DSpark) an estimator is
-called before the candidate is drawn, and decides whether it is. `DraftProbability` returns q, `acceptance_head`
-contains a trained network. See `docs/specdecpp.md`, and `docs/dyspec.md` for trees.
+called before the draw, so that a stopping rule decides whether to draw. `DraftProbability` returns q,
+`acceptance_head` contains a trained network. See `docs/specdecpp.md`, and `docs/dyspec.md` for trees.
 
 Each verification shows whether a few estimates were right, so estimates are calibrated during generation
 (`AcceptanceRates`). An estimate uses only values from before the candidate's verification, so the output is exact.
@@ -36,7 +36,7 @@ def scalar_features(
     sibling_mass: Tensor | None = None,
     num_siblings: Tensor | None = None,
 ) -> Tensor:
-    """Scalar inputs of a head with `inputs="before"`, for each candidate.
+    """Scalar inputs of an `AcceptanceHead` with `inputs="before"`, for each candidate.
 
     Args:
         q: `[..., vocab]`, the distributions that the candidates were drawn from.
@@ -46,8 +46,8 @@ def scalar_features(
             zero by default.
 
     Returns:
-        `[..., 6]` float32: log q(y), entropy in nats, margin q1 - q2, sibling mass, number of siblings, 1 if greedy.
-    """
+        `[..., 6]` float32: log q(y) of the candidate y, entropy of q in nats, the largest minus the second largest
+        probability in q, `sibling_mass`, `num_siblings`, 1 if greedy."""
     top = q.topk(min(2, q.shape[-1]), dim=-1).values
     log_q = q.gather(-1, token[..., None])[..., 0].clamp_min(1e-30).log()
     none = torch.zeros_like(log_q)
@@ -67,7 +67,7 @@ MODES = ("sampled", "greedy")  # index: whether the target is greedy
 
 @dataclass
 class DraftStep:
-    """One forward pass of the draft and the candidate drawn from it."""
+    """The result of a draft pass for one candidate, or after nodes `[...]` of a tree, and the tokens drawn from it."""
 
     index: int  # 0 for the first candidate of a round
     scores: Tensor  # `[..., vocab]` float32, the draft's logits after all processors; q is their softmax
@@ -78,7 +78,8 @@ class DraftStep:
 
     @cached_property
     def q(self) -> Tensor:
-        """`[..., vocab]`, the distribution of the candidate (in greedy decoding: the draft's confidence)."""
+        """`[..., vocab]`, the distribution that the candidate is drawn from (in greedy generation the softmax of
+        `scores`, whose likeliest token is taken)."""
         return self.scores.softmax(dim=-1)
 
 
@@ -86,7 +87,8 @@ class Estimator(Protocol):
     inputs: str
 
     def estimate(self, step: DraftStep) -> Tensor | None:
-        """The probability `[...]` that a candidate is accepted: which one depends on `inputs`. `None` without one."""
+        """The probability `[...]` that the candidate of `step` is accepted; with `inputs="after"` that the previous
+        candidate is accepted, `None` in a round's first step."""
 
 
 class DraftProbability:
@@ -102,7 +104,8 @@ LAGS = {"path": -1, "before": 0, "after": 1}
 
 
 def lag_of(estimator: Estimator) -> int:
-    """By how many candidates estimates are late: 1 with `inputs="after"`; 0 with `"before"`; -1 with `"path"`."""
+    """By how many draws the estimate of a candidate comes after the candidate's own draw: 0 with `inputs="before"`; 1
+    with `"after"`, with the next draw; -1 with `"path"`, before the draw."""
     return LAGS[estimator.inputs]
 
 
@@ -135,7 +138,7 @@ class AcceptanceRates:
     whose earlier siblings were all rejected. The gain of drafting depends on these only.
 
     Args:
-        line: prior of intercept and slope of the calibration.
+        line: prior means of the attribute `line`.
         bin_count (candidates): weight of the prior of transitions, `PRIOR_PROBS`.
 
     Attributes:
@@ -143,11 +146,10 @@ class AcceptanceRates:
         judged: number of tested candidates, with less weight on older ones.
         line: the fitted intercept and slope: log-odds of estimates become intercept + slope * log-odds, before the
             correction of each bin.
-        shift: for each bin, the number that calibration adds to log-odds.
-        acceptance: `[bins]`, the probability that a tested candidate is accepted.
-        following: `[bins + 1, bins]`, probabilities of the next estimate's bin given the last one; in the last row, of
-            the first estimate's.
-    """
+        shift: for each bin (`bin_of`), the number that calibration adds to the log-odds of an estimate.
+        acceptance: `[bins]`, for each bin of estimates the probability that a tested candidate is accepted.
+        following: `[bins + 1, bins]`, for each bin of a candidate's estimate the probabilities of the next candidate's
+            bin; in the last row (`NO_VERDICT`), of the round's first candidate's."""
 
     def __init__(self, line: Sequence[float] = UNCHANGED, bin_count: float = BIN_COUNT) -> None:
         bins = len(CENTRES)
@@ -161,18 +163,16 @@ class AcceptanceRates:
         return float(self.transitions.sum())
 
     def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> bool:
-        """Count the tested candidates of a chain. After rounds 2, 4, 8, 16, 32 and every 64, `fit` again.
+        """Called after a round: count the tested candidates of a chain. After rounds 2, 4, 8, 16, 32 and every 64
+        `fit`, and return `True`.
 
         Example: the estimates are 0.5, 0.97, 0.3 and one candidate is accepted. The first counts as accepted in the bin
         of 0.5, the second as rejected in the bin of 0.97 after the bin of 0.5; the third was not tested.
 
         Args:
-            estimates: estimates of the candidates, in order; with `inputs="after"` the last candidate has none.
-            num_drafted, num_accepted: numbers of candidates.
-
-        Returns:
-            Whether the calibration was fitted again.
-        """
+            estimates: uncalibrated estimates of the first candidates, in order. Candidates without an estimate, such as
+                the last with `inputs="after"`, are divided among the bins.
+            num_drafted, num_accepted: numbers of candidates."""
         row = NO_VERDICT
         for position in range(min(num_drafted, num_accepted + 1)):
             was_accepted = position < num_accepted
@@ -192,7 +192,8 @@ class AcceptanceRates:
         return self._end_round()
 
     def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
-        """`record_chain` for a tree. `families`: as `DraftTree.judged` yields them, one for each reached node."""
+        """`record_chain` for a tree: siblings, in order, count like the candidates of a chain. `families`: from
+        `DraftTree.judged`, for each reached node its children's estimates and the rank of the accepted child."""
         for estimates, accepted in families:
             row = NO_VERDICT
             for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
@@ -219,10 +220,9 @@ class AcceptanceRates:
         return 1.0 / (1.0 + (1.0 - estimate) / estimate * math.exp(-self.shift[bin_of(estimate)]))
 
     def expected_tokens(self, most: int) -> Floats:
-        """`[most + 1]`, expected tokens of rounds with chains of 0, 1, ... candidates, kept until the next `fit`.
+        """`[most + 1]`, expected number of tokens that a round with a chain of 0, 1, ..., `most` candidates emits.
 
-        Example: if each candidate is accepted with probability 0.5, returns 1, 1.5, 1.75, 1.875, ...
-        """
+        Example: if each candidate is accepted with probability 0.5, returns 1, 1.5, 1.75, 1.875, ..."""
         if most not in self._expected:
             tokens, survives = [1.0], self.following[NO_VERDICT] * self.acceptance
             for _ in range(most):
@@ -248,7 +248,8 @@ class AcceptanceRates:
 
 
 def _line(log_odds: Floats, judged: Floats, accepted: Floats, prior: Floats) -> Floats:
-    """Intercept and slope of a logistic regression on mean log-odds by bin (Newton's method); `prior`: prior means."""
+    """Intercept and slope of a logistic regression (Newton's method) of the numbers of `accepted` among `judged`
+    candidates on the log-odds of mean estimates, all by bin. `prior`: their prior means."""
     if not judged.any():
         return prior
     inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)

@@ -22,13 +22,13 @@ class Ledger:
     counts as 8 * 0.98 = 7.84 plain rounds: the rate is (3 + 7.84 * 2) / (2 + 7.84) = 1.9 tokens per second.
 
     Args:
-        memory: weight of a round relative to the next.
-        promise (tokens per second): the prior.
+        memory: weight of a round divided by the weight of the next round.
+        promise (tokens per second): the prior: the rate expected before any round.
         plain (seconds): time of a round without candidates.
-        trusted: weight of the prior, in plain rounds.
+        trusted: weight of the prior before the first round, as a number of plain rounds.
 
     Attributes:
-        prices (seconds): price of each unit that `record_round` counts; `1.0` if rounds are recorded in seconds.
+        prices (seconds): time of each unit of work that `record_round` counts; `1.0` if rounds are recorded in seconds.
     """
 
     def __init__(self, memory: float, promise: float = 0.0, plain: float = 1.0, trusted: float = TRUSTED) -> None:
@@ -37,7 +37,8 @@ class Ledger:
         self._tokens, self._taken = 0.0, np.zeros(())
 
     def record_round(self, tokens: float, taken: Any) -> None:
-        """Add a round. `taken`: its seconds; if `prices` is an array, its number of each unit that has a price."""
+        """Add a round that emitted `tokens` tokens. `taken`: its seconds; if `prices` is an array, an array of the same
+        shape with the round's number of each unit of work."""
         self.trusted *= self.memory
         self._tokens = self.memory * self._tokens + tokens
         self._taken = self.memory * self._taken + taken
@@ -69,8 +70,9 @@ class Speed(NamedTuple):
 
 
 def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclear"]:
-    """The effect of speculation, from the smaller of two speeds over plain generation: as it is (`plain`), and with the
-    same faster matrix multiplications (`same`). "none" between `LOSES` and `PAYS`; "unclear" if its interval has 1."""
+    """The effect of speculation, by the smaller of two speeds: relative to plain generation as it is (`plain`), and
+    to plain generation with the faster matrix multiplications that speculation uses (`same`). "none" between `LOSES`
+    and `PAYS`; otherwise "unclear" if the interval of the speed contains 1."""
     value, low, high = min(plain, same)
     if LOSES < value < PAYS:
         return "none"
@@ -78,7 +80,7 @@ def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclea
 
 
 def verdict(plain: Speed, same: Speed, passes: Speed | None, of: str = "") -> str:
-    """One or two sentences on speeds as in `effect`, for statistics, reports and cards.
+    """One or two sentences on the speeds `plain` and `same` (see `effect`), for statistics, reports and cards.
 
     Example: "Speculation makes this faster: fixed 3 runs at 2.10 times the speed of plain generate() and at 1.30 times
     its speed with the same matrix multiplications. These multiplications (cpu_products) alone bring plain generate() to
@@ -86,8 +88,7 @@ def verdict(plain: Speed, same: Speed, passes: Speed | None, of: str = "") -> st
 
     Args:
         passes: how much the faster matrix multiplications alone speed up plain generation; `None` if none are used.
-        of: beginning of the sentence, such as "fixed 3 runs at ".
-    """
+        of: subject and verb of the first sentence, such as "fixed 3 runs at "."""
     text = f"{SUMMARIES[effect(plain, same)]}: {of}{plain} times the speed of plain generate()"
     if passes is None:
         return f"{text}."

@@ -1,4 +1,4 @@
-"""Settings of a DFlash draft (`DFlashSettings`), read from a `config.json` in any of 3 formats (`read_settings`)."""
+"""Settings of a DFlash draft (`DFlashSettings`), read from a `config.json` in one of 3 formats (`read_settings`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}  # top-lev
 
 @dataclass(frozen=True)
 class DFlashSettings:
-    """Sizes and variants of a draft; `ValueError` for invalid numbers.
+    """Sizes and variants of a DFlash draft; `ValueError` for invalid numbers.
 
     Example: with `block_size=8` and `reads=[1, 9, 17]` one forward pass over the last token and 7 mask tokens returns
-    the distributions of 7 candidates. The rows attend to the outputs of the target's layers 1, 9 and 17 (from 0).
-    """
+    the distributions of 7 candidates. The rows attend to the outputs of the target's layers 1, 9 and 17 (from 0)."""
 
     layer: dict[str, Any]  # arguments of the `Qwen3Config` of the draft's layers
     reads: list[int]  # target layers whose outputs are read, in the order of concatenation
@@ -53,7 +52,7 @@ class DFlashSettings:
 
     @property
     def places(self) -> int:
-        """Number of candidates of a block."""
+        """Number of candidates that a block proposes."""
         return self.block_size - (not self.samples_anchor)
 
     def layer_config(self) -> Qwen3Config:
@@ -64,9 +63,8 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
     """Read the settings from a `config.json` in the original format (z-lab), transformers' or that of speculators.
     `ValueError` if it describes an unsupported variant, or a value is missing or invalid.
 
-    `reads` counts layers from 0, as the first two formats do; ids of speculators are one higher. `own_embeddings` and
-    `own_head` are not set. `kind`: name of the draft's kind in speculators.
-    """
+    `reads` counts layers from 0, as the first two formats do; the ids in speculators' format are one higher.
+    `own_embeddings` and `own_head` keep their defaults. `kind`: the draft's type in speculators' format."""
     check_numbers(raw)
     checkpoints.refuse_other_types(raw, kind)
     is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
@@ -100,16 +98,15 @@ def read_settings(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSetting
 
 
 def nested(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields within `dflash_config` and `dspark_config`, which override those at the top level."""
+    """Return the fields within `dflash_config` and `dspark_config` of a config: they override its top-level fields."""
     return {**checkpoints.mapping(raw, "dflash_config"), **checkpoints.mapping(raw, "dspark_config")}
 
 
 def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
-    """Return the layers that a draft of `num_layers` layers reads by default, of a target of `depth` layers: one for
-    each of its own, evenly from 1 to depth - 3. `None` if the depth is not known.
+    """Return the target's layers that a draft of `num_layers` layers reads by default: `num_layers` layers, evenly from
+    1 to depth - 3, where `depth` is the target's number of layers. `None` if `depth` is not an `int`.
 
-    Example: of 36 layers a draft of 5 layers reads 1, 9, 17, 25 and 33; a draft of one layer reads 18.
-    """
+    Example: of 36 layers a draft of 5 layers reads 1, 9, 17, 25 and 33; a draft of one layer reads 18."""
     if type(depth) is not int:
         return None
     if num_layers == 1:
@@ -118,7 +115,8 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
 
 
 def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
-    # z-lab writes the field at the top level, vLLM and Model Optimizer in `dflash_config`, JetSpec as `causal_head`.
+    """Return whether rows of a block see no later rows, by the config; `None` if the config has no such field. z-lab
+    writes it at the top level, vLLM and Model Optimizer in `dflash_config` (`own`), JetSpec as `causal_head`."""
     places = {name: raw.get(name) for name in ("is_causal", "causal")}
     places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
     given = {name: value for name, value in places.items() if value is not None}
@@ -132,7 +130,8 @@ def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
 
 
 def _layer(layers: Mapping[str, Any], given: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
-    """Return the arguments of `layer_config`, and whether `use_swa` gives all layers windows (MiMo's drafts, vLLM)."""
+    """Return `DFlashSettings.layer`, and whether `use_swa` gives all layers sliding windows (MiMo's drafts, vLLM).
+    `layers`: the mapping with the layers' fields; `given`: all fields; `is_theirs`: the format is transformers'."""
     kind = layers.get("model_type", "qwen3")
     if kind not in ("qwen3", TRANSFORMERS):
         raise ValueError(

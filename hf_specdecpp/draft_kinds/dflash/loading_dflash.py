@@ -45,7 +45,7 @@ HEADS = (
 
 class DFlash(StoredKind):
     """Draft a block of candidates with one forward pass that reads the target's hidden states. Published drafts
-    (`config.draft_id`) are in the original format, transformers' or that of speculators."""
+    (`config.draft_id`) are in the original format (z-lab), transformers' or that of speculators."""
 
     name = "dflash"
     own_file, own_field = "dflash.safetensors", "dflash"
@@ -96,8 +96,8 @@ class DFlash(StoredKind):
         return replace(block, **own_modules(named, block.draft_vocab_size, block.layer.get("vocab_size")))
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write the published draft as a DSpark checkpoint with an assistant's head (`inputs="path"`), and for SGLang
-        the temperatures of its calibration. `ValueError` if engines read no DSpark draft of this form.
+        """As in `DraftKind`: write the published draft as a DSpark checkpoint whose confidence head is the assistant's
+        head (`inputs="path"`), and for SGLang the temperatures of its calibration.
 
         The draft's tensors are copied. A DFlash draft also gets a Markov head of zeros, which changes no logits:
         engines load no confidence head without one."""
@@ -185,9 +185,9 @@ NOTE = (
 
 
 def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str, Any]:
-    """Return the published config `raw` with DSpark's `fields` at the top level, for SGLang's modules. In the original
-    format the layers `reads` are added to these fields, and all are repeated in `dflash_config`, for SGLang's settings.
-    """
+    """Return the `config.json` of an exported DSpark draft: the published config `raw` with `fields` at the top level,
+    where SGLang's modules look. In the original format the target's layers `reads` are added to the fields, and all are
+    repeated in `dflash_config`, where SGLang's settings look."""
     if SPECULATORS in raw:
         named = {**mapping(raw, "speculators_config"), "algorithm": "dspark"}
         return {**raw, **fields, **NAMED, SPECULATORS: "dspark", "speculators_config": named}
@@ -199,9 +199,9 @@ def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str
 
 
 def fold(head: Any, places: int) -> tuple[Tensor, Tensor, list[float]]:
-    """Return weight and bias of a DSpark confidence head, and a temperature for each of `places` candidates. Weight and
-    bias include the bias and the geometric mean temperature of the head's calibration (that for sampled targets, if it
-    has one); the temperatures are divided by that mean."""
+    """Convert `head` (`inputs="path"`) with its calibration to a DSpark confidence head: return weight, bias, and a
+    temperature for each of `places` candidates. Weight and bias include the bias and the geometric mean temperature of
+    the calibration (for sampled targets, if it has one); the temperatures are divided by that mean."""
     known = [head.calibration[mode] for mode in MODES if mode in head.calibration]
     calibration = known[0] if known else Calibration()
     found = [calibration.temperatures[min(place, len(calibration.temperatures) - 1)] for place in range(places)]

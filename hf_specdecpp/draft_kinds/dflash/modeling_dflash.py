@@ -17,7 +17,7 @@ from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
 from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
-from hf_specdecpp.drafting.draft_model import as_wide_as
+from hf_specdecpp.drafting.draft_model import by_id
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
@@ -27,7 +27,7 @@ View: TypeAlias = "tuple[int | None, bool]"
 
 
 class Context(StateReader):
-    """Context vector of a verified token: c = norm(fc(a)), where a concatenates outputs of target layers at it."""
+    """Computes the context vector of a verified token: c = norm(fc(a)), with a the outputs of target layers at it."""
 
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Context(StateReader):
 
 
 class BlockLayer(Qwen3DecoderLayer):
-    """The weights of a layer. `added` returns its output, given its input `block` and the result of its attention after
-    `o_proj`, to which it adds the residual."""
+    """The weights of a draft layer. `added` computes the layer's output from its input `block` and the result of its
+    attention after `o_proj`, by adding the residual and the MLP."""
 
     def added(self, block: Tensor, attended: Tensor) -> Any:
         block = block + attended
@@ -51,9 +51,9 @@ class BlockLayer(Qwen3DecoderLayer):
 
 
 class DFlashModel(PreTrainedModel):
-    """The weights of a draft. `reader` computes the context from the target's states; `embed_tokens` and `lm_head` are
-    `None` if the target's are used; `token_ids` `[draft_vocab_size]` are the target's ids of the draft's tokens, `None`
-    for all."""
+    """The weights of a DFlash draft. `reader` computes the context from the target's states; `embed_tokens` and
+    `lm_head` are `None` if the target's are used; `token_ids` `[draft_vocab_size]` are the target's ids of the draft's
+    tokens, `None` for all."""
 
     config_class = None
     _supports_sdpa = True
@@ -88,17 +88,17 @@ class DFlashModel(PreTrainedModel):
         mask: Callable[[View, Tensor], Tensor | None],
         known: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda _, keys, values: (keys, values),
     ) -> Tensor:
-        """Return final states `[batch, b, hidden_size]` of rows that attend to a context and to one another.
+        """Run all layers: return final states `[batch, b, hidden_size]` of the b rows of one or several blocks, which
+        attend to a context and to one another.
 
         Args:
             block: `[batch, b, hidden_size]`, inputs of the first layer.
             context: `[batch, m, hidden_size]`, context vectors of verified tokens.
             positions: `[batch, m + b]`, of the context and of the rows.
-            mask: called once for all layers with equal views, with the view and the first one's keys; returns bool
-                `[..., b, keys]`, True where a row attends, or `None` for everywhere.
-            known: called with a layer's index and the keys and values of context and rows; returns those to attend to,
-                by default these.
-        """
+            mask: called once for all layers of a `View`, with this view and the keys of the first of them; returns bool
+                `[..., b, keys]`, True where a row attends to a key, or `None` for everywhere.
+            known: called with a layer's index and its keys and values of context and rows; returns all keys and values
+                to attend to, such as these after stored ones. By default it returns its arguments."""
         turns = [turn[:, None] for turn in self.rotary_emb(block, positions)]
         masks: dict[Any, Tensor | None] = {}
         for place, (layer, view) in enumerate(zip(self.layers, self.views, strict=True)):
@@ -130,8 +130,8 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-    """Return the attention mask of a view, bool `[batch, 1, b, keys]`, for positions `rows` `[batch, b]` and `keys`
-    `[batch, keys]`; `seen` `[batch, 1 or b, keys]` is the mask without the view's limits."""
+    """Return the attention mask of layers with this view, bool `[batch, 1, b, keys]`, given the positions `[batch, b]`
+    of `rows` and `[batch, keys]` of `keys`. `seen` `[batch, 1 or b, keys]`: the mask without the view's limits."""
     reach, is_causal = view
     back = rows[..., None] - keys[:, None]
     seen = seen & (back >= 0) if is_causal else seen.expand_as(back)
@@ -139,7 +139,7 @@ def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
 
 
 class BlockSession(DraftingSession):
-    """Session for one sequence: at most one pass per round over the target's unread states and a block."""
+    """Session for one sequence. A round has at most one draft pass, over the target's unread states and a block."""
 
     length = 0
 
@@ -171,7 +171,7 @@ class BlockSession(DraftingSession):
         return self.draft.of_target(after, self.vocab_size), state
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Nodes of equal depth share a row of the block, which `after` adjusts to the path of each node.
+        """Nodes of equal depth share the logits of a row of the block, which `after` adjusts to the path of each node.
 
         Example: in a block of three candidates the root gets row 0, its children row 1, and nodes at depth 3 only -inf.
         """
@@ -187,7 +187,7 @@ class BlockSession(DraftingSession):
         return self.draft.of_target(after, self.vocab_size), states
 
     def _block(self) -> tuple[Tensor, Tensor]:
-        """Logits `[places, d]` of the LM head and final states `[places, hidden_size]` of the block, one pass a round.
+        """Logits `[places, d]` of the LM head and final states `[places, hidden_size]` of the round's only block.
 
         Example: a sequence has 10 tokens; the last is in the block, and 6 were read in earlier rounds. The target's
         states of the 3 tokens at 6, 7 and 8 are read, and the block is at 9, 10, ..."""
@@ -209,8 +209,8 @@ class BlockSession(DraftingSession):
         return visible(view, places[:, -self.size :], places, places[:, None] >= 0)[0, 0]
 
     def _extended(self, layer: int, *new: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer: the stored ones, then `new`, which end with the block's. All but the block's are
-        stored, in a layer with a window only the last ones, which later blocks may see."""
+        """Keys and values of a layer: the stored ones, then `new`, which are those of unread tokens and of the block.
+        Stores all but the block's; in a layer with a window only the last ones, which later blocks may see."""
         known = self._rows.get(layer)
         keys, values = new if known is None else (torch.cat(each, dim=2) for each in zip(known, new, strict=True))
         end, reach = keys.shape[2] - self.size, self.draft.model.views[layer][0]
@@ -221,7 +221,7 @@ class BlockSession(DraftingSession):
 
 class BlockSteps(RoundSteps):
     """`BlockSession` for captured rounds: one pass over the window and the block, which starts with the last token,
-    gives the logits of all levels. The cache keeps the window's rows; the block's, behind them, are dropped."""
+    gives the logits of all levels. The cache keeps the window's keys and values; those of the block are overwritten."""
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
         super().__init__(draft, vocab_size)
@@ -259,15 +259,14 @@ class BlockSteps(RoundSteps):
             previous, memory = level.tokens, level.of_parents(memory)
 
     def _places(self, count: int, size: int, last: Tensor) -> Tensor:
-        """Positions `[texts, count + size]`, minus the cache's length, of `count` rows of the window and `size` of the
-        block. Example: with `last=1`, 3 rows (one is a dummy) and a block of 2 they are 0, 1, 2, 2, 3."""
+        """Positions `[texts, count + size]`, counted from the cache's length, of the window's `count` rows and the
+        block's `size` rows. Example: with `last=1`, 3 rows (one is a dummy) and a block of 2: 0, 1, 2, 2, 3."""
         span = torch.arange(count + size, device=last.device)
         return torch.where(span < count, span, span - count + last[:, None] + 1)
 
     def _keys(self, cache: FixedCache, first: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-        """Positions `[texts, capacity]` of the cache's rows as in `_places`, and bool `[texts, 1, capacity]`: whether
-        they are of the text or the block. `first` `[texts, 1]`: that of the block, the window's length without dummies.
-        """
+        """Positions `[texts, capacity]` of all rows of the cache, counted as in `_places`, and bool `[texts, 1,
+        capacity]`: whether a row is of the sequence or the block. `first` `[texts, 1]`: the block's first position."""
         rows = torch.arange(cache.capacity, device=first.device) - cache.length[:, None]  # negative: before the pass
         own = rows - count
         is_block, is_text = (own >= 0) & (own < size), rows < first
@@ -277,8 +276,8 @@ class BlockSteps(RoundSteps):
 
 
 class DFlashDraft(StateDraft):
-    """Drafts blocks with a `DFlashModel` that is bound to a target, with its own embeddings and LM head or the
-    target's. `memory_size`: size m of the memory that `after` keeps along a path."""
+    """The `Draft` of a `DFlashModel` that is bound to a target (`PublishedKind.bind`), with its own embeddings and LM
+    head or the target's. `memory_size`: size m of the vector that `after` passes from candidate to candidate."""
 
     model: Any
     memory_size = 0
@@ -302,14 +301,16 @@ class DFlashDraft(StateDraft):
         return functional.embedding(known.to(weight.device), weight).to(tokens.device)
 
     def block_after(self, anchor: Tensor) -> Tensor:
-        """Return inputs `[..., block_size, hidden_size]` of the block that starts with the last token `[..., 1]`."""
+        """Return the input embeddings `[..., block_size, hidden_size]` of a block: of the token id `anchor` `[..., 1]`,
+        the last of the sequence, and of mask tokens."""
         settings = self.settings
         ids = functional.pad(anchor.to(self.device), (0, settings.block_size - 1), value=settings.mask_token_id)
         embeddings, scale = self.embed(ids), settings.embedding_scale
         return embeddings if scale == 1.0 else embeddings * scale
 
     def blocks_after(self, input_ids: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
-        """Return final states `[batch, a, places, hidden_size]` of the block at each anchor, as in a round there.
+        """For training: return final states `[batch, a, places, hidden_size]` of a block at each of `anchors`, computed
+        in one pass, as in rounds of which each begins with an anchor as the last token.
 
         The rows of a block attend to the tokens before its anchor and to one another, not to other blocks.
 
@@ -319,8 +320,7 @@ class DFlashDraft(StateDraft):
         Args:
             input_ids: `[batch, n]`.
             states: `[batch, n, width]`, the target's at each token.
-            anchors: `[batch, a]`, indices of the tokens that start a block, each at least 1.
-        """
+            anchors: `[batch, a]`, indices of the tokens that start a block, each at least 1."""
         size = self.settings.block_size
         blocks = self.block_after(input_ids.gather(1, anchors)[..., None]).to(self.dtype).flatten(1, 2)
         context = self.model.reader(states)
@@ -335,27 +335,25 @@ class DFlashDraft(StateDraft):
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits, states (for `logits` and acceptance heads) and memories of candidates, given the token before
-        each, `previous` `[...]`: a candidate, or the last token of the sequence. In a plain block the arguments are
-        returned: `logits` `[..., d]` (`head_logits`) and `hidden` of the candidates' rows, and `memory` `[..., m]`, the
-        result for the token before, 0 for the first candidate."""
+        """Adjust logits to the token before: return logits, hidden states (for `logits` and acceptance heads) and
+        memories of candidates. A plain DFlash block does not depend on candidates, and returns the arguments:
+
+        previous: `[...]` ids of the token before each candidate: a candidate, or the last token of the sequence.
+        logits, hidden: of the candidates' rows in the block: `[..., d]` (`head_logits`) and `[..., hidden_size]`.
+        memory: `[..., m]`, the memory returned for the candidate before; 0 for the first candidate."""
         return logits, hidden, memory
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Return float32 logits `[..., vocab_size]` by the target's token ids, of final states `[..., hidden_size]`.
-        They are -inf for tokens that the draft cannot propose."""
+        """Return float32 logits `[..., vocab_size]` by the target's token ids, given states that `after` returned. They
+        are -inf for tokens that the draft cannot propose."""
         return self.of_target(self.head_logits(hidden), vocab_size)
 
     def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Return logits `[..., vocab_size]` by the target's token ids, given those of `head_logits`."""
-        if (ids := self.model.token_ids) is not None:
-            own, size = logits, self.settings.layer["vocab_size"]
-            logits = own.new_full((*own.shape[:-1], size), float("-inf"))
-            logits[..., ids] = own
-        return as_wide_as(vocab_size, logits)
+        """Return logits `[..., vocab_size]` by the target's token ids, given `logits` `[..., d]` of the draft's."""
+        return by_id(logits, vocab_size, self.model.token_ids, self.settings.layer.get("vocab_size", 0))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return scaled and capped float32 logits, as wide as the LM head."""
+        """Return the LM head's float32 logits `[..., d]`, scaled and capped, of final states `[..., hidden_size]`."""
         logits = self.head(hidden).to(hidden.device) * self.settings.output_multiplier
         if (cap := self.settings.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap

@@ -1,4 +1,4 @@
-"""Settings of a DSpark draft (`DSparkSettings`), read from a `config.json` of several dialects (`read_settings`)."""
+"""Settings of a DSpark draft (`DSparkSettings`), read from a `config.json` in several dialects (`read_settings`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RELATIVES = {  # other fields of relatives, and what is different in them
 
 @dataclass(frozen=True)
 class DSparkSettings(DFlashSettings):
-    """Settings of the block (`DFlashSettings`), and of the two heads of DSpark."""
+    """Sizes and variants of a DSpark draft: of its block (`DFlashSettings`), and of its Markov and confidence head."""
 
     markov_rank: int = 0  # of the bias by the token before a candidate; 0 without a bias: DeepSpec's DFlash drafts
     markov_head: Literal["vanilla", "gated", "rnn"] = "vanilla"  # how the bias is computed (`MarkovHead`)
@@ -48,8 +48,8 @@ def architectures(raw: Mapping[str, Any]) -> list[str]:
 
 
 def read_block(raw: Mapping[str, Any]) -> DFlashSettings:
-    """Read the settings of the block; `ValueError` as `config_dflash.read_settings`, for layer ids that do not ascend,
-    and as `refuse_relatives`."""
+    """Read the settings of a DSpark draft's block from its `config.json`. `ValueError` as in
+    `config_dflash.read_settings` and `refuse_relatives`, and for layer ids that do not ascend."""
     refuse_relatives(raw)
     if set(COPIES) & set(architectures(raw)):
         rope = {"rope_theta": mapping(raw, "rope_parameters").get("rope_theta")}
@@ -63,8 +63,8 @@ def read_block(raw: Mapping[str, Any]) -> DFlashSettings:
 
 
 def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DSparkSettings:
-    """Read the settings from a config, and those of both heads from the tensors, by their names in the module.
-    `ValueError` as `read_block`, and for a field that contradicts the tensors."""
+    """Read the settings of the block from a `config.json`, and those of both heads from the tensors, by their names in
+    the module. `ValueError` as in `read_block`, and for a field that contradicts the tensors."""
     block, given, is_gemma4 = read_block(raw), {**raw, **nested(raw)}, GEMMA4 in architectures(raw)
     block = in_gemma4(block, raw, named) if is_gemma4 else block
     rows, columns = ({name: tensor.shape[at] for name, tensor in named.items() if tensor.dim()} for at in (0, -1))
@@ -106,10 +106,10 @@ OF_DRAFT_VOCAB = ("markov_head.markov_w2.weight", "lm_head.weight", "d2t")  # on
 
 
 def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -> tuple[Any, bool]:
-    """Return whether the row of the last token proposes the first candidate, and whether the config says that.
+    """Return whether a block's row of the last token proposes the first candidate, and whether the config is clear.
 
-    If no field says it: in the format of speculators, yes if as many candidates are declared as a block has rows, no if
-    one less (both count as said), else no. Other drafts are trained with a candidate in each row: yes, not said."""
+    A config without such a field is clear if it is in speculators' format and declares as many candidates as a block
+    has rows (true), or one less (false). Otherwise false is assumed in this format, and true in others."""
     for name in ("sample_from_anchor", "query_zero_predicts_next"):
         if given.get(name) is not None:
             return given[name], True
@@ -123,7 +123,7 @@ def _layout(raw: Mapping[str, Any], given: Mapping[str, Any], block_size: int) -
 
 
 def refuse_relatives(raw: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a config of a relative of DSpark: one of `RELATIVES`, or of another architecture."""
+    """Raise `ValueError` for a config with a field of `RELATIVES`, an unknown architecture, or embedded layers."""
     for name in (*architectures(raw), *raw):
         different = RELATIVES.get(name)
         if is_embedded(name):
@@ -135,5 +135,5 @@ def refuse_relatives(raw: Mapping[str, Any]) -> None:
 
 
 def is_embedded(name: str) -> bool:
-    """Whether a config's field of this name describes a draft within the target's own checkpoint (DeepSeek-V4)."""
+    """Whether a config with a field `name` describes a draft within the target's own checkpoint (DeepSeek-V4)."""
     return name.startswith("dspark_") and name != "dspark_config"

@@ -1,7 +1,7 @@
 """Layers of Gemma 4 in DSpark drafts (DeepSpec's Gemma4DSparkModel): `Gemma4Layer`, and their settings (`in_gemma4`).
 
-Qwen3's layers compute x + f(n(x)), with a norm n before attention and MLP f. Gemma 4's also have norms after them (all
-with weights of their own), and a factor s:
+Qwen3's layers compute x + f(n(x)), with f the attention or the MLP, and a norm n. Gemma 4's also have norms after both
+(each norm n has weights of its own), and a factor s:
 
     x' = x + n(attention(n(x))),    y = s (x' + n(mlp(n(x'))))
 
@@ -30,8 +30,8 @@ ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta"
 
 
 def in_gemma4(block: DFlashSettings, raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> DFlashSettings:
-    """Return the settings of a block with layers of Gemma 4. Size and number of key heads are the config's global ones,
-    or computed from the first layer's tensors: newer configs list them by target layer (`per_layer_config`)."""
+    """Return the settings `block` with Gemma 4's layers. Size and number of key heads are the global ones of the config
+    `raw`, or computed from the first layer's tensors: newer configs list them by target layer (`per_layer_config`)."""
     first, layer = "layers.0.self_attn", dict(block.layer)
     size, width = (len(named.get(f"{first}.{part}.weight", ())) for part in ("k_norm", "k_proj"))
     head_dim = raw.get("global_head_dim") or size
@@ -46,13 +46,13 @@ def in_gemma4(block: DFlashSettings, raw: Mapping[str, Any], named: Mapping[str,
 
 
 def with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a draft's tensors with a copy of each `k_proj` as the missing `v_proj` (for `attention_k_eq_v`)."""
+    """Return a draft's tensors, with a copy of each `k_proj` where `v_proj` is missing (for `attention_k_eq_v`)."""
     keys = {name: tensor for name, tensor in tensors.items() if name.endswith(".k_proj.weight")}
     return {**{name.replace("k_proj", "v_proj"): tensor.clone() for name, tensor in keys.items()}, **tensors}
 
 
 class Values(nn.Linear):
-    """The projection `v_proj`, followed by a norm of each head, without weights."""
+    """The projection `v_proj`, followed by an RMS norm of each head, without weights. Shapes and bias are of `like`."""
 
     def __init__(self, like: nn.Linear, head_dim: int, eps: float) -> None:
         super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
@@ -64,6 +64,8 @@ class Values(nn.Linear):
 
 
 class Gemma4Layer(BlockLayer):
+    """A `BlockLayer` with the norms of Gemma 4 and the factor s (`layer_scalar`), as in this module's equations."""
+
     def __init__(self, config: Qwen3Config, place: int) -> None:
         super().__init__(config, place)
         attention: Any = self.self_attn

@@ -22,8 +22,8 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 class DSpark(DFlash):
-    """Draft with a DFlash block whose candidates depend on the token before (a Markov head). Published drafts are of
-    DeepSpec, speculators, SpecForge, LiquidAI and openbmb; DeepSpec's plain DFlash drafts are read here, too."""
+    """Draft with a DFlash block whose candidates depend on the token before (a Markov head). Reads published drafts of
+    DeepSpec, speculators, SpecForge, LiquidAI and openbmb, and DeepSpec's DFlash drafts without such a head."""
 
     name = "dspark"
     title = "DSpark draft"
@@ -64,7 +64,7 @@ class DSpark(DFlash):
         return head
 
     def readings(self, module: Any, target: CausalLM) -> dict[str, DSparkSettings]:
-        """The usual row (`_layout`) and the other one, unless the config says which row it is."""
+        """As in `StoredKind`: with both values of `samples_anchor`, unless the config determines it (`says_layout`)."""
         settings = module.settings
         if settings.says_layout or settings.block_size < 2:
             return {"": settings}
@@ -77,8 +77,8 @@ ROWS = {True: "the row of the last token", False: "the row after that of the las
 
 
 def in_halves(name: str, tensor: Tensor, head_dim: int) -> Tensor:
-    """Return the tensor, with rows in Qwen3's order if it belongs to queries or keys: LiquidAI rotates pairs of
-    neighbouring dimensions of a head, Qwen3 pairs that are half a head apart.
+    """Return a tensor of a LiquidAI draft; if by its name it belongs to queries or keys, with rows in Qwen3's order:
+    LiquidAI rotates pairs of neighbouring dimensions of a head, Qwen3 pairs that are half a head apart.
 
     Example: a head's dimensions 0 1 2 3 4 5 become 0 2 4 1 3 5."""
     is_rotated = re.search(r"\.self_attn\.[qk]_(proj|norm)\.", name) is not None

@@ -1,5 +1,5 @@
-"""The DSpark draft (DeepSpec, 2026): a DFlash block (`modeling_dflash`), a bias of low rank by the token drawn before
-(`MarkovHead`), and an estimate of acceptance that is known before the draw.
+"""The DSpark draft (DeepSpec, 2026): a DFlash block (`modeling_dflash`), a low-rank bias of the logits that depends on
+the token before (`MarkovHead`), and an estimate of acceptance that is known before the draw (the confidence head).
 
 One pass over the block gives a state h_k and logits U_k for each candidate k. Candidates are then drawn from left to
 right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the last token of the sequence:
@@ -21,13 +21,13 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 class MarkovHead(nn.Module):
-    """The bias of a candidate's logits, of rank r, from e = W1[token before] (the target's id) and the row's state h:
+    """The bias of a candidate's logits, computed from e = W1[token before], of size r, and the row's final state h:
 
         vanilla: bias = W2 e
         gated:   bias = W2 (sigmoid(G [h; e]) * e)
         rnn:     (z, c, o) = J [s; e; h],   s' = sigmoid(z) s + (1 - sigmoid(z)) tanh(c),   bias = W2 tanh(o)
 
-    The state s of rnn (`memory`) is 0 for the first candidate of a path, then the s' of the candidate before."""
+    s (`memory`) is 0 for the first candidate of a path, then the s' of the candidate before."""
 
     def __init__(self, settings: DSparkSettings, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return e = W1[tokens] `[..., r]`, given the target's token ids; unknown ids count as id 0."""
+        """Return e = W1[tokens] `[..., r]`, given the target's token ids; ids that W1 lacks count as id 0."""
         return self.markov_w1(tokens.where(tokens < self.markov_w1.num_embeddings, 0))
 
     def forward(self, e: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class MarkovHead(nn.Module):
 
 
 class DSparkModel(DFlashModel):
-    """The weights of a draft. `markov_head` and `confidence_head` are `None` in a draft without them."""
+    """The weights of a DSpark draft. `markov_head` and `confidence_head` are `None` in a draft without them."""
 
     settings: DSparkSettings
 
@@ -74,8 +74,8 @@ class DSparkModel(DFlashModel):
 
 
 class DSparkDraft(DFlashDraft):
-    """Drafts with a `DSparkModel` that is bound to a target: a `DFlashDraft` whose candidates depend on the tokens
-    before, so that q depends on the path. Without a Markov head it drafts as a `DFlashDraft` does."""
+    """The `Draft` of a `DSparkModel`: a `DFlashDraft` in which a candidate's logits also depend on the candidates
+    before. Without a Markov head it drafts as a `DFlashDraft` does."""
 
     def __init__(self, model: DSparkModel, target: CausalLM) -> None:
         super().__init__(model, target)
@@ -90,7 +90,7 @@ class DSparkDraft(DFlashDraft):
         return self.of_target(self.head_logits(own) + markov(e, own, memory)[0], vocab_size)
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `DFlashDraft`, but adds the bias to the logits. The state of candidate k is [h_k; e; s]."""
+        """As in `DFlashDraft`; adds the Markov head's bias to the logits. The state of candidate k is [h_k; e; s]."""
         if (markov := self.model.markov_head) is None:
             return logits, hidden, memory
         e = markov.embed(previous)

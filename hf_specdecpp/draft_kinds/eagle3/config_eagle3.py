@@ -24,11 +24,10 @@ OVERRIDES: dict[str, Any] = {**dict.fromkeys((*FLAGS, "own_embeddings"), bool), 
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """Sizes and variants of a draft; `ValueError` for settings that exclude one another or an unknown layer type.
+    """Sizes and variants of an EAGLE-3 draft; `ValueError` for settings that exclude one another or unknown layers.
 
     Example: with a target of 32 layers `reads=[1, 15, 28]` reads the outputs of its layers 1, 15 and 28, counted from
-    0. Checkpoints that identify a state by the layer whose input it is list the ids 2, 16 and 29.
-    """
+    0. Checkpoints that identify a state by the layer whose input it is list the ids 2, 16 and 29."""
 
     layer: dict[str, Any]  # `model_type` ("llama" or "qwen3") of the draft's layers, and arguments of its config
     state_size: int  # hidden size of the target
@@ -83,9 +82,9 @@ class Eagle3Settings:
 
 
 def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Read arguments of `Eagle3Settings` from a `config.json`, to be `completed` from the tensors; `layer`
-    lacks the number of layers and maybe the type. The mapping `eagle_config` may contain `OVERRIDES`. `ValueError` if a
-    value is missing or invalid, or belongs to another kind of draft."""
+    """Read arguments of `Eagle3Settings` from a `config.json`. `loading_eagle3.completed` adds those that the tensors
+    determine: `layer` lacks the number of layers, maybe their type. The mapping `eagle_config` may contain `OVERRIDES`.
+    `ValueError` if a value is missing or invalid, or belongs to another kind of draft."""
     checkpoints.refuse_other_types(raw, "eagle3")
     is_nested, eagle = SPECULATORS in raw, mapping(raw, "eagle_config")
     inner = mapping(raw, "transformer_layer_config") if is_nested else raw
@@ -112,7 +111,8 @@ def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers_to_read(raw: Mapping[str, Any], eagle: Mapping[str, Any], is_nested: bool) -> tuple[Any, Any]:
-    """Return the layer ids of a config (`Eagle3Settings.layer_ids`), and their meaning if certain (`reads`)."""
+    """Return `layer_ids` and `reads` of `Eagle3Settings`: the layer ids in a config, and the target's layers that they
+    mean, `None` if that is not certain. `eagle`: its `eagle_config`; `is_nested`: the format is that of speculators."""
     outputs, name = raw.get("target_layer_ids"), "eagle_aux_hidden_state_layer_ids"  # the former: DeepSpec, outputs
     ids = outputs or eagle.get(name) or raw.get(name)
     if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
@@ -132,7 +132,7 @@ def _layers_to_read(raw: Mapping[str, Any], eagle: Mapping[str, Any], is_nested:
 
 
 def check_overrides(overrides: Any) -> dict[str, Any]:
-    """Return a copy of the overrides; `ValueError` for unknown names or invalid values."""
+    """Return a copy of `from_pretrained(eagle3=...)`; `ValueError` for names not in `OVERRIDES`, or invalid values."""
     if not isinstance(overrides, dict):
         raise ValueError(f"eagle3={shown(overrides)} must be a mapping.")
     if unknown := sorted(set(map(str, overrides)) - set(OVERRIDES)):
@@ -146,11 +146,11 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
 
 
 def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: Any) -> dict[str, Any]:
-    """Return the config of the draft's layers without their number; `ValueError` for an unsupported type of layer.
+    """Return `Eagle3Settings.layer` without the number of layers, from the mapping `inner` with the layers' fields (the
+    config `raw` itself unless the format is that of speculators). `ValueError` for an unsupported type of layers.
 
-    In a flat config with a Llama architecture, `model_type` and sliding windows may be the target's: windows of an
-    unknown `model_type` are dropped.
-    """
+    In a config `raw` with a Llama architecture, `model_type` and sliding windows may be the target's: windows are
+    dropped if `model_type` is not "llama" or "qwen3". `theta`: as in `checkpoints.layers_of`."""
     model_type = inner.get("model_type")
     is_its_own = model_type in (None, *LAYER_TYPES)
     is_flat_llama = inner is raw and isinstance(model_type, str) and "llama" in str(raw.get("architectures")).lower()
@@ -164,22 +164,21 @@ def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: Any) -> dict
 
 
 def usual_reads(depth: int) -> list[int] | None:
-    """Return the layers whose outputs are read by default, for a target of `depth` layers: a low, a middle and a high
-    one; `None` for fewer than four layers, which have no valid high one.
+    """Return the layers, counted from 0, whose outputs are read by default in a target of `depth` layers: a low, a
+    middle and a high one. `None` for fewer than four layers, which have no valid high one.
 
-    Example: with 32 layers, 1, 15 and 28: the inputs of layers 2, 16 and 29.
-    """
+    Example: with 32 layers, 1, 15 and 28, whose outputs are the inputs of layers 2, 16 and 29."""
     return [layer - 1 for layer in (2, depth // 2, depth - 3)] if depth > 3 else None
 
 
 def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
-    """Return the lists of layers that a draft may read in a target of `depth` layers, the likeliest first: its `reads`
-    if known, `[]` for the final state, else what its layer ids may mean in a target that has these layers. `ValueError`
-    if no meaning is left, or without ids if the target has fewer than four layers.
+    """Return the lists of layers whose outputs a draft may read in a target of `depth` layers, the likeliest first:
+    only its `reads` if known (`[]` for the final state), else the meanings of its layer ids for which the target has
+    all layers. `ValueError` if there is none, or without ids if the target has fewer than four layers.
 
     Two conventions exist. Ids of layer inputs (EAGLE, vLLM, speculators): id j is the output of layer j - 1. Ids of
-    layer outputs (SpecForge, NVIDIA): id j is the output of layer j. If one meaning is the usual list, only that is
-    returned, as without ids. Otherwise both are: outputs first if the first id is 1, else inputs first.
+    layer outputs (SpecForge, NVIDIA): id j is the output of layer j. If one meaning is the usual list (`usual_reads`),
+    only that is returned, as without ids. Otherwise both are: outputs first if the first id is 1, else inputs first.
 
     Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
     means `[1, 17, 29]` or `[2, 18, 30]`."""

@@ -70,7 +70,7 @@ class Eagle3(StoredKind):
         return f"EAGLE-3 {pinned(config)}{f', read with {otherwise}' if otherwise else ''}"
 
     def recognises(self, raw: Config) -> bool:
-        """Also accepts unmarked Llama and Qwen3 configs of one layer: EAGLE's first drafts have no other sign."""
+        """As in `PublishedKind`. Any Llama or Qwen3 config of one layer counts: EAGLE's first drafts are unmarked."""
         layers = raw.get("num_hidden_layers") if raw.get("model_type") in config_eagle3.LAYER_TYPES else None
         return layers == 1 or self.is_marked(raw)
 
@@ -103,7 +103,7 @@ class Eagle3(StoredKind):
         return completed(given, named)
 
     def build(self, settings: Eagle3Settings, named: dict[str, Tensor], source: str) -> Any:
-        """As in `StoredKind`. Left out are embeddings if the target's are used, and fc if its final state is read."""
+        """As in `StoredKind`. Embeddings are left out if the target's are used, fc if only its final state is read."""
         used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
         return super().build(settings, {name: named[name] for name in named if used.get(name, True)}, source)
 
@@ -119,7 +119,7 @@ class Eagle3(StoredKind):
         return outside(settings.layer["vocab_size"], target)
 
     def readings(self, module: Eagle3Model, target: CausalLM) -> dict[str, Eagle3Settings]:
-        """The `meanings` of the layer ids. Also warns if the target has another number of tokens than the draft."""
+        """As in `StoredKind`: one for each of the `meanings`. Warns if the target has another vocabulary size."""
         config, settings = target.config.get_text_config(decoder=True), module.settings
         if (made_for := settings.layer["vocab_size"]) != config.vocab_size:
             logger.warning(
@@ -130,7 +130,7 @@ class Eagle3(StoredKind):
         return {f"eagle3={{'reads': {reads}}}": replace(settings, reads=reads) for reads in found}
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""
+        """As in `DraftKind`: writes the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""
         module: Eagle3Model = parts.module
         target = load_model_config(target_for(to)).get_text_config(decoder=True)
         depth = target.num_hidden_layers
@@ -145,8 +145,8 @@ class Eagle3(StoredKind):
 
 
 def completed(given: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
-    """Complete the settings of `read_config` from the tensors (by name in the module): number and type of layers,
-    `num_reads`, norms, biases and own modules. `ValueError` for Llama layers with a sliding window."""
+    """Make the settings from the result of `read_config` (`given`) and the tensors, by name in the module: these give
+    number and type of layers, `num_reads`, norms, biases, own modules. `ValueError` for Llama layers with a window."""
     num_reads, size, fc = given["num_reads"], given["state_size"], named.get("reader.fc.weight")
     if num_reads and fc is not None and fc.dim() == 2 and fc.shape[-1] % size == 0:  # else its shape is refused
         num_reads = fc.shape[-1] // size or num_reads
@@ -182,7 +182,8 @@ WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]
 
 
 def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict[str, Any]:
-    """Return the `config.json` of an export; `ValueError` for other layers than Llama's. `target`: its text config.
+    """Return the `config.json` of an exported draft that reads the target's layers `reads`; `ValueError` for other
+    layers than Llama's. `target`: the target's text config.
 
     The usual layers to read are not listed, since engines interpret ids differently. Others are listed twice: as ids of
     layer outputs in `eagle_config` (SGLang), and as ids of layer inputs at the top level (vLLM, llama.cpp).
@@ -222,7 +223,7 @@ def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict
 
 
 def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
-    """List features of the draft that some engines do not support, as full sentences."""
+    """Sentences on features that some engines do not support, of a draft that reads `reads` of `depth` layers."""
     found = []
     if reads != usual_reads(depth):
         found.append(

@@ -21,8 +21,7 @@ class Eagle3Input(StateReader):
     """Computes the input of a draft step: the embedding of a token, and the state g at the token before it.
 
     For verified tokens g = fc([a_1; ...; a_k]), or a_1 without fc, with the target's states a at the token before. For
-    a candidate that follows another one, g is the draft's own state, unchanged.
-    """
+    a candidate that follows another one, g is the draft's own hidden state at that one, unchanged."""
 
     def __init__(self, settings: Eagle3Settings, norm: Any) -> None:
         super().__init__()
@@ -40,13 +39,14 @@ class Eagle3Input(StateReader):
         return max(self.num_reads, 1) * self.state_size
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """Return `[..., 2 * hidden_size]`: embeddings, then g. `states`: the target's `[..., width]` or the draft's."""
+        """Return `[..., 2 * hidden_size]`: `embeddings`, then g. `states`: the target's `[..., width]`, or the draft's
+        own `[..., hidden_size]`."""
         if self.fc is not None and states.shape[-1] == self.width:
             states = self.fc(self.normed(states))
         return torch.cat((embeddings, states), dim=-1)
 
     def normed(self, states: Tensor) -> Tensor:
-        """Return the input of fc: the target's states `[..., width]`, normed as the settings specify."""
+        """Return the input of fc: `states` `[..., width]`, the target's, normed as the settings specify."""
         if self.input_norm is not None:
             return self.input_norm(states)
         if self.fc_norm is not None:
@@ -56,14 +56,13 @@ class Eagle3Input(StateReader):
 
 
 class FirstLayer(nn.Module):
-    """The first layer of a draft: attention over embedding e and state g, normed separately; the residual is g alone.
+    """The first layer of a draft: its attention reads embedding e and state g, normed separately; the residual is g.
 
         x = [norm_e(e); norm_g(g)],   r = g + attention(x),   y = r + mlp(norm(r))
 
     Args:
         layer: a decoder layer of transformers, whose modules are reused; q, k and v get twice as many inputs.
-        norm_before_residual: r = norm_g(g) + attention(x).
-    """
+        norm_before_residual: instead r = norm_g(g) + attention(x)."""
 
     def __init__(self, layer: Any, norm_before_residual: bool) -> None:
         super().__init__()
@@ -90,7 +89,8 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Model(PreTrainedModel):
-    """The weights of a draft. Uses the target's embeddings and LM head if the draft has none of its own (`set_target`).
+    """The weights of an EAGLE-3 draft, as a model of transformers. `set_target` gives it the target's embeddings and LM
+    head, which are used if the draft has none of its own.
 
     Attributes:
         settings: sizes and variants of the draft.
@@ -98,8 +98,7 @@ class Eagle3Model(PreTrainedModel):
         decoder: the layers as a transformers model without a final norm; its `inputs_embeds` are
             `[..., 2 * hidden_size]`.
         norm: final norm before the LM head; with `norm_output` the next step also reads its output.
-        token_ids: `[draft_vocab_size]` int64: the target's ids of the draft's tokens; `None` for all.
-    """
+        token_ids: `[draft_vocab_size]` int64: the target's ids of the draft's tokens; `None` for all."""
 
     config_class = None
     _supports_sdpa = True
@@ -122,7 +121,8 @@ class Eagle3Model(PreTrainedModel):
         self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head; a tuple: not submodules
 
     def set_target(self, target: CausalLM) -> None:
-        """Set the target whose embeddings and LM head may be used; its layers to read are those of the settings."""
+        """Called when the draft is bound: take the target's embeddings and LM head, and let `reader` read the layers of
+        the settings."""
         self._targets = target.get_input_embeddings(), target.get_output_embeddings()
         self.reader.reads = self.settings.reads or [FINAL]
 
@@ -140,7 +140,7 @@ class Eagle3Model(PreTrainedModel):
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts with an `Eagle3Model` that is bound to a target and on its device."""
+    """The `Draft` of an `Eagle3Model` that is bound to a target (`PublishedKind.bind`)."""
 
     tree_reader = None  # no trial needed: the attention (SDPA) of these layers accepts tree masks
 
@@ -157,7 +157,7 @@ class Eagle3Drafter(Drafter):
         return None if self.draft_vocab is None else self._head()
 
     def hidden_states(self, *read: Any, **inputs: Any) -> Tensor:
-        """Return the states that the next step reads: after the final norm if `norm_output` is set."""
+        """As in `DraftModel`: the states that the next step reads, with `norm_output` those after the final norm."""
         states = super().hidden_states(*read, **inputs)
         return self.model.norm(states) if self.model.settings.norm_output else states
 
@@ -165,4 +165,4 @@ class Eagle3Drafter(Drafter):
         return hidden if self.model.settings.norm_output else self.model.norm(hidden)
 
     def _check_logits(self) -> None:
-        """Skip the check of how logits are computed from states: this package defines the model."""
+        """Skips the check that logits are computed as by the model: this package defines the model."""

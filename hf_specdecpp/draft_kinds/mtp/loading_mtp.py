@@ -46,9 +46,9 @@ AGAIN = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_h
 
 @dataclass(frozen=True)
 class MtpLayers:
-    """The tensors of each multi-token layer, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`, maybe
-    `post_norm.weight`, and `block.*` for the decoder layer, with the checkpoint's names. `source`: the checkpoint's
-    name in messages."""
+    """The multi-token layers of a checkpoint. `tensors`: for each layer a dict with `eh_proj.weight`, `enorm.weight`,
+    `hnorm.weight`, maybe `post_norm.weight`, and the decoder layer's tensors, whose names are `block.` and their names
+    in the checkpoint. `source`: the checkpoint's name in messages."""
 
     tensors: list[dict[str, Tensor]]
     source: str
@@ -59,8 +59,8 @@ class MtpLayers:
 
 
 class Mtp(PublishedKind):
-    """Draft with additional layers of the target's checkpoint, in the repository `config.draft_id`. Users choose this
-    kind by name: the repository's `config.json` describes a target that also works without these layers."""
+    """Draft with the multi-token layers of the target's checkpoint in the repository `config.draft_id`. Users name this
+    kind, since the repository's `config.json` describes the target, a model that also works without these layers."""
 
     name = "mtp"
     is_named = True
@@ -87,8 +87,8 @@ class Mtp(PublishedKind):
         return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, target)
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> MtpLayers:
-        """Read only the multi-token layers among a target's `tensors`. `ValueError`, with a remedy, if there are none,
-        or if they are quantised, not finite, or of an unknown form."""
+        """As in `PublishedKind`: reads only the multi-token layers among the target's `tensors`. `ValueError`, with a
+        remedy, if there are none, or if they are quantised, not finite, or of an unknown form."""
         config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
         for field in FIELDS:
             if not isinstance(found := config.get(field) or 0, int) or not 0 <= found <= MOST_OF_TARGET:
@@ -125,7 +125,7 @@ class Mtp(PublishedKind):
         return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
 
     def repository_of(self, target: CausalLM, source: str | Path | None = None, options: Any = None) -> Repository:
-        """Return the repository `source`, or the target's own; `ValueError` if a target in memory has none."""
+        """Return the repository `source`, or the target's own; `ValueError` if it has none. `options` of downloads."""
         name = source or target.config.name_or_path
         if not name:
             raise ValueError(
@@ -136,9 +136,9 @@ class Mtp(PublishedKind):
 
 
 def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
-    """Return, for each multi-token layer among a checkpoint's tensors, a dict from names in `MtpLayers` to names in the
-    checkpoint. `ValueError` if they are of an unknown form. `depth`: number of the target's other layers; `is_chained`:
-    the layers `mtp.layers.N.` share the norm `mtp.chain_norm`.
+    """Return, for each multi-token layer among a checkpoint's tensor `names`, a dict from names in `MtpLayers` to names
+    in the checkpoint; `[]` if there are none. `ValueError` if they are of an unknown form. `depth`: number of the
+    target's other layers; `is_chained`: the layers `mtp.layers.N.` share the norm `mtp.chain_norm` (Inkling).
 
     Example: with a target of 61 layers, the first layer's `post_norm.weight` is
     `model.layers.61.shared_head.norm.weight`."""
@@ -163,8 +163,8 @@ def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool
 def _part(
     names: list[str], start: str, patterns: tuple[tuple[str, str], ...], source: str, lacks: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Map names in `MtpLayers` to names in the checkpoint for one layer, whose names begin with `start`.
-    `patterns`: of `renamed`; `lacks`: names of `OWN` that may be missing."""
+    """Map names in `MtpLayers` to names in the checkpoint for one layer, whose tensors in the checkpoint begin with
+    `start`. `patterns`: of `renamed`; `lacks`: names of `OWN` that may be missing."""
     own = [name.removeprefix(start) for name in names if name.startswith(start)]
     part = {renamed(name, patterns): start + name for name in own}
     strange = [there for here, there in part.items() if here not in OWN and not here.startswith("block.")]

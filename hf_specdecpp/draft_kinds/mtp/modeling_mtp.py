@@ -2,7 +2,7 @@
 sequence (`LayersSession`), and its steps in captured rounds (`LayerSteps`).
 
 A single layer is a `Drafter`: after the first candidate it reads its own states. With several layers, each proposes one
-candidate, and the last layer then continues with its own states.
+candidate, and the last layer proposes further candidates by reading its own states.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ Tensors = Mapping[str, Tensor]
 class MtpInput(StateReader):
     """Computes the input of a multi-token layer: x = P [norm_e(e); norm_h(h)] (arXiv 2412.19437, equation 21).
 
-    e is the embedding of a token; h is the state at the token before: the target's, after its final norm, or the output
-    of a multi-token layer.
+    e is the embedding of a token; h is the hidden state at the token before: the target's, after its final norm, or the
+    output of a multi-token layer.
 
     Args:
         norm: the target's final norm; norm_e and norm_h are copies of it with other weights.
-        states_first: x = P [norm_h(h); norm_e(e)] (Inkling).
-    """
+        states_first: x = P [norm_h(h); norm_e(e)] (Inkling)."""
 
     def __init__(self, tensors: Tensors, norm: nn.Module, states_first: bool = False) -> None:
         super().__init__()
@@ -52,18 +51,17 @@ class MtpInput(StateReader):
         self.eh_proj.weight = nn.Parameter(tensors["eh_proj.weight"], requires_grad=False)
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """Return the layer's inputs `[..., hidden_size]`; states and embeddings have this shape, too."""
+        """Return the layer's inputs x `[..., hidden_size]`; `states` (h) and `embeddings` (e) have the same shape."""
         read = self.enorm(embeddings), self.hnorm(states)
         return self.eh_proj(torch.cat(read[::-1] if self.states_first else read, dim=-1))
 
 
 def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
-    """Make a causal LM from the `tensors` of one layer of `MtpLayers`, number `place` (from 0); returns the model and
-    its `MtpInput`. `ValueError` if the tensors do not fit the target.
+    """Make a causal LM from one multi-token layer; returns the model and the `MtpInput` that computes its inputs.
+    `tensors`: of layer number `place` (from 0) in `MtpLayers`. `ValueError` if the tensors do not fit the target.
 
     Shares the target's embeddings, LM head and rotary frequencies. The layer has the class of the target's layers;
-    transformers renames and merges its tensors (experts) as it does for the target.
-    """
+    transformers renames and merges its tensors (experts) as it does for the target."""
     text = target.config.get_text_config(decoder=True)
     size = text.hidden_size
     shapes = {"eh_proj": [size, 2 * size], **dict.fromkeys(("enorm", "hnorm", "post_norm"), [size])}
@@ -96,8 +94,8 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
 
 
 def _kinds(config: Any, place: int) -> dict[str, str]:
-    """Return the kinds of a multi-token layer by field (`KINDS`), as the target's config lists them for such layers,
-    else the usual ones if the target has layers of them."""
+    """Return the kinds of multi-token layer number `place`, such as `{"layer_types": "full_attention"}`, as the
+    target's config lists them for such layers, else the default ones (`KINDS`) if the target has layers of them."""
     found = {}
     for field, listed, usual in KINDS:
         own, theirs = getattr(config, listed, None), getattr(config, field, None) or ()
@@ -107,7 +105,7 @@ def _kinds(config: Any, place: int) -> dict[str, str]:
 
 
 def _like(config: Any, kinds: dict[str, str]) -> int:
-    """Return the index of the target's last layer of these kinds, as far as there is one."""
+    """Return the index of the target's last layer of all these kinds, or of as many as possible."""
     chosen = list(range(config.num_hidden_layers))
     for field, kind in kinds.items():
         chosen = [layer for layer in chosen if getattr(config, field)[layer] == kind] or chosen
@@ -115,7 +113,8 @@ def _like(config: Any, kinds: dict[str, str]) -> int:
 
 
 def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, source: str) -> Any:
-    """Load a decoder with this layer, its norm and a table of one embedding from the tensors (`from_pretrained`)."""
+    """Load a decoder of the class of `decoder` with one layer, its norm and a table of one embedding from the tensors,
+    by transformers' `from_pretrained`, which renames and merges tensors. `stack`: name of the decoder's layers."""
     config = copy.deepcopy(decoder.config)
     config.vocab_size, config.pad_token_id = 1, 0
     if get_checkpoint_conversion_mapping(config.model_type) is None:
@@ -188,8 +187,8 @@ class MtpDraft(StateDraft):
 
 
 class LayersSession(DraftingSession):
-    """Session for one sequence. Row r of layer k (from 0) reads the token at position r + k + 1 and the state of row r:
-    for the first layer the target's state at position r, for others the output of the layer before in row r.
+    """Session for one sequence. Row r of layer k (from 0) reads the token at position r + k + 1 and a state: the first
+    layer the target's state at position r, other layers the output of row r of the layer before.
 
     Example: two layers, the sequence `a b c d`, and the target's states at a, b and c. The first layer reads b, c, d
     with these states, and proposes e. The second reads c, d, e with the first layer's outputs, and proposes f. For a
@@ -250,8 +249,7 @@ class LayerSteps(RoundSteps):
 
     Example: two layers, and a window of b c d after `a`. The first layer reads b, c, d with the target's states at a, b
     and c, and proposes e. The second reads c, d, e with the first layer's outputs, and proposes f. If e and f are
-    accepted and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate.
-    """
+    accepted and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate."""
 
     draws_trees = False
 
