@@ -67,7 +67,7 @@ class Float16Weight:
         return cls(tuple(pack(rows.float() * scale, None) for rows in _blocks(weight.detach())), 1.0 / scale)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., out]`: inputs `x` `[..., in]` times the weight, plus `bias`. Sums in float32, returns the dtype of `x`."""
+        """`[..., out]`: inputs `x` `[..., in]` times the weight, plus `bias`, in the dtype of `x`. Sums in float32."""
         inputs = x.reshape(-1, x.shape[-1]).float() * self.unit
         parts = [torch.ops.quantized.linear_dynamic_fp16(inputs, part) for part in self.parts]
         output: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
