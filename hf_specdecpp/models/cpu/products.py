@@ -146,8 +146,7 @@ ending = Event()  # set when the process ends
 
 
 def _blocks(weight: Tensor) -> Iterator[Tensor]:
-    """Blocks of rows of a weight, of about `AT_ONCE` elements. `EndingError` instead of a further block if the process
-    ends."""
+    """Blocks of rows of a weight, of about `AT_ONCE` elements; `EndingError` after the first if the process ends."""
     for index, rows in enumerate(weight.split(max(AT_ONCE // max(weight.shape[1], 1), 1))):
         if index and ending.is_set():
             raise EndingError
