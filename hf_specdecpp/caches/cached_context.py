@@ -36,7 +36,7 @@ class GrowingContext:
         num_tokens: number of committed tokens in the cache, without `pending` ones.
         pending: number of committed tokens that the next pass must read again. Recurrent states cannot drop rejected
             candidates, so the cache is reset to `rollback_point`, which is before these tokens.
-        rollback_point: the cache as it was before the pending tokens or this round; `None` if it can drop tokens.
+        rollback_point: the cache as it was before the pending tokens or this round; `None` if not needed.
     """
 
     def __init__(self, cache: Any) -> None:

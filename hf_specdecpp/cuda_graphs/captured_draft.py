@@ -73,7 +73,7 @@ class RoundRules:
         return self.estimator if isinstance(self.estimator, AcceptanceHead) and lag_of(self.estimator) < 1 else None
 
     def num_judged(self, count: int) -> int:
-        """Number of estimates for a chain of `count` candidates; a head with `inputs="after"` has none of the last."""
+        """Number of estimates for a chain of `count` candidates: with `inputs="after"` there is none for the last."""
         return 0 if self.estimator is None else max(count - max(lag_of(self.estimator), 0), 0)
 
     @property
@@ -209,7 +209,7 @@ class CapturedDraft:
         self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.alive))]))
 
     def calibrate(self, rates: AcceptanceRates | None) -> None:
-        """Calibrate the estimates of the next rounds by `rates`, which may have learned more; `None`: not at all."""
+        """Called before rounds with drafts: calibrate estimates by what `rates` have learned; `None`: not at all."""
         shift = None if rates is None else rates.shift
         if shift is not self._shift:
             self._shift = shift
@@ -282,6 +282,7 @@ class CapturedDraft:
         """Draw a tree level by level. All nodes are submitted."""
         nodes, width, places = shape.nodes, shape.width, span(shape.nodes + 1, self.device)
         (logits, hidden), judged, itself = next(steps), [], places[1:] == places[1:, None]
+        # Of the level above, at first the root: numbers as in `parents`, survival, and candidates on the path.
         numbers, values = places[:1].expand(len(self.last), 1), self.shift.new_ones((len(self.last), 1))
         seen = self.ancestors.new_zeros((len(self.last), 1, nodes))
         for place in range(shape.levels):
@@ -292,7 +293,7 @@ class CapturedDraft:
             own = slice(place * width, (place + 1) * width)
             self.candidates[:, own], self.parents[:, own] = drawn.tokens, numbers.gather(1, drawn.parents)
             if self.q is not None:
-                self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q
+                self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q  # by number of the node above
             seen = on_device.rows_at(seen, drawn.parents) | itself[own]
             self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
             judged.append(drawn.judged)
@@ -304,8 +305,8 @@ class CapturedDraft:
         self.count.fill_(nodes)
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw `width` children of m nodes, those of the best slots, by `step.scores` `[texts, m, vocab]`. `values`:
-        `[texts, m]`, the nodes' estimated survival."""
+        """Draw the next level: `width` nodes, in the best slots below m nodes of a level, by `step.scores` `[texts, m,
+        vocab]`. `values`: `[texts, m]`, estimated survival of the m nodes."""
         q = step.scores if rules.greedy else step.q
         # [texts, m, width], in order
         tokens = (q if rules.greedy else q / exponential(*q.shape, device=q.device)).topk(width).indices

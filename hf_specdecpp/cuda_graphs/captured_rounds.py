@@ -45,8 +45,8 @@ class Accepted(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """The result of a sequence's round on the host: `tree` of submitted candidates, `path` of accepted nodes (0: the
-    root, 1: the first candidate), next `token`, and for chains the uncalibrated `estimates` (of trees in `tree`)."""
+    """The result of a sequence's round on the host: `tree` of submitted candidates, `path` of accepted nodes without
+    the root (1: the first candidate), next `token`, and for chains uncalibrated `estimates` (of trees in `tree`)."""
 
     tree: DraftTree
     path: list[int]
@@ -237,7 +237,7 @@ class CapturedRounds:
         verified = self._accept(rules.processing.of_nodes(scores, known), shape, rules)
         together = torch.cat(states, dim=-1) if states else None
         if verified.path is not None:
-            rows = functional.pad(verified.path + 1, (1, 0))
+            rows = functional.pad(verified.path + 1, (1, 0))  # in the pass: the root's and the accepted nodes'
             passes.context.cache.move(rows)
             candidates = candidates.gather(1, verified.path)
             if together is not None:

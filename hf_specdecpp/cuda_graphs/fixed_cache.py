@@ -351,7 +351,7 @@ def with_rows(per_text: Tensor, dim: int = 0) -> Tensor:
 
 
 def windows_of(text_config: Any) -> list[float] | None:
-    """For each layer, tokens that it attends to, infinite without a window; `None` if some layers are not attention."""
+    """For each layer the number of tokens it attends to, infinite without a window; `None` if any is no attention."""
     layers = DynamicCache(config=text_config).layers
     return None if other_layers(layers) else [getattr(layer, "sliding_window", math.inf) for layer in layers]
 

@@ -136,7 +136,7 @@ class Graphs:
             restore()
 
     def _recorded(self, counted: Callable[[], None], restore: Callable[[], None], ran: Tensor) -> torch.cuda.CUDAGraph:
-        """Capture `counted`, the function plus one that it adds to `ran`, and check that a replay adds one."""
+        """Capture `counted`, which runs the function and adds 1 to `ran`, and check that a replay adds 1, too."""
         token = _capturing.set(True)
         try:
             graph = captured(counted, restore, self)

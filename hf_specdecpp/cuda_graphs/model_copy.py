@@ -42,6 +42,7 @@ def grouped_attention(
     Example: 12 query heads share 2 heads of keys and values. Four tokens are read as 24 queries of each of these heads.
 
     Args:
+        query, key, value, scaling: as of `models.cpu.grouped_attention`, which also describes the result.
         attention_mask: bool `[batch, 1, tokens, cached tokens]`, or from `caches.masks.as_mask`."""
     if any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -174,5 +174,5 @@ def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Te
 
 
 def last_passing(tests: Tensor, chances: Tensor) -> Tensor:
-    """Index `[...]` of the last of n tests that passes, or 0. `tests`, uniform random `chances`: `[..., n]` each."""
+    """Index `[...]` of the last of n tests that passes, 0 if none. `chances`: uniform random numbers, one per test."""
     return (chances < tests).cumsum(-1).argmax(-1)  # the running sum first reaches its maximum there

@@ -167,11 +167,7 @@ class GraphTarget(RoundTarget):
 
 
 class RoundGraphs(GraphTarget):
-    """The target in whole rounds as graphs, in which the device draws, verifies and commits candidates.
-
-    Args:
-        graph_drafts: launches the rounds.
-    """
+    """The target in whole rounds as graphs, which `graph_drafts` launches: the device also verifies and commits."""
 
     def __init__(self, graph_drafts: GraphDrafts, passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         super().__init__(graph_drafts.texts, passes, drafts, usual)
