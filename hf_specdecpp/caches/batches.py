@@ -117,7 +117,7 @@ class BatchContext:
         self._set(valid)
 
     def close_up(self) -> None:
-        """Remove all holes if they exceed `MOST_HOLES`. Called before a round."""
+        """Called before a round: remove all holes if they exceed a fifth of the longest row's tokens (`MOST_HOLES`)."""
         needed = int(self.num_tokens.max()) if len(self.valid) else 0
         if self.valid.shape[1] > (1.0 + MOST_HOLES) * needed > 0.0:
             self._set(compact(self.cache, self.valid, needed))

@@ -139,7 +139,7 @@ class CapturedRounds:
         return {text: rows[text] + estimates[text] for text in self._active}
 
     def time(self, shape: RoundShape, process: Process | None) -> float:
-        """Run `TIMED_ROUNDS` rounds of a shape and roll all back. Returns the seconds of the shortest."""
+        """Run three rounds (`TIMED_ROUNDS`) of a shape and roll all back. Returns the seconds of the shortest."""
         self._grow_caches(shape)
         restore, taken = restoring(self.changes), []
         for _ in range(TIMED_ROUNDS):

@@ -238,7 +238,7 @@ class Budget:
     """Bounds the memory of all `FixedCache`s of a target and its drafts.
 
     Args:
-        device: caches may take the share `SHARE` of the memory that is free there now; without CUDA any memory.
+        device: caches may take a quarter (`SHARE`) of the memory that is free there now; without CUDA any memory.
         forget: a function that destroys all graphs, because they may refer to dropped caches.
 
     Attributes:

@@ -65,7 +65,7 @@ AttentionInterface.register(GROUPED, grouped_attention)
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
     """`scaled_dot_product_attention` for few queries `[batch, heads, n, size]` and many keys and values `[batch, heads,
-    rows, size]`, in pieces of `ROWS` rows. `mask`: bool or additive, `[batch, 1, n, rows]`.
+    rows, size]`, in pieces of 512 rows (`ROWS`). `mask`: bool or additive, `[batch, 1, n, rows]`.
 
     PyTorch's kernels for masks read all rows of a head in one block of threads, so that few of a GPU's processors read
     a long cache. Here each piece has a multiplication of its own. Softmax and the sum of pieces use float32 or more."""

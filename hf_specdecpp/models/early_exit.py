@@ -125,7 +125,7 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
 
 
 def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:
-    """The list of layers in a target's `decoder`, after the name of this attribute; `ValueError` if it is not found."""
+    """Attribute name and list of the layers in a target's `decoder`; `ValueError` if they are not found."""
     depth = decoder.config.num_hidden_layers
     for name, module in decoder.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
@@ -137,7 +137,7 @@ def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList
 
 
 def per_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
-    """Those fields of a config that are lists with an entry for each layer, by name: `layer_types`, ..."""
+    """The fields of a config that are lists with an entry for each layer, by name: `layer_types`, and the like."""
     depth = getattr(config, "num_hidden_layers", None)
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and "layer" in name}
     return {name: value for name, value in lists.items() if len(value) == depth and name not in NUMBERS}

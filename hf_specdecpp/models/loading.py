@@ -174,7 +174,7 @@ def _load_tokenizer(name: str, revision: str | None, cache_dir: str | Path | Non
 
 
 def check_named_draft(source: Repository, raw: Mapping[str, Any], target: CausalLM, ids_are_listed: bool) -> None:
-    """`check_same_tokenizer` for the draft in the repository `source`, with the fields `raw` of its `config.json`,
+    """Call `check_same_tokenizer` for the draft in the repository `source`, with the fields `raw` of its `config.json`,
     before its weights are downloaded or read. May download the draft's tokenizer; without one, sizes are compared."""
     inner = raw.get("text_config")
     size = raw.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
@@ -240,8 +240,8 @@ def warn_of_sizes(target: CausalLM, draft: CausalLM) -> None:
 def outside(size: int | None, target: CausalLM) -> str | None:
     """Why a draft with `size` token ids does not fit a target; `None` if it does, or if `size` is `None`.
 
-    Up to `PADDING` ids more than the target has may be padding. A larger number means another tokenizer, and an
-    untrusted config could demand logits of any width."""
+    Up to 1024 ids (`PADDING`) more than the target has may be padding. More mean another tokenizer, and an untrusted
+    config could demand logits of any width."""
     known = target.config.get_text_config(decoder=True).vocab_size
     is_likely = size is None or size <= known + PADDING
     return None if is_likely else f"was made for {size} token ids, and there are {known}"

@@ -138,7 +138,7 @@ class FasterProducts:
 
 
 def _multiply(layer: nn.Linear, input: Tensor) -> Tensor:
-    """A layer's forward while any thread is in a context with it: the context's there, PyTorch's own elsewhere."""
+    """Replaces a layer's forward while contexts use it: runs the context's in its thread, PyTorch's own in others."""
     here = _local.contexts[-1].get(layer)
     return functional.linear(input, layer.weight, layer.bias) if here is None else here(input)
 
@@ -151,7 +151,7 @@ def _is_routed(layer: nn.Module) -> bool:
 
 
 def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
-    """Ordinary linear layers on a CPU with at least `LEAST_ELEMENTS` elements, each once, outside compiled modules.
+    """Ordinary linear layers on a CPU with at least 100,000 elements, each once, outside of compiled modules.
 
     Each `generate()` visits all modules here, perhaps thousands, so no function is called for an ordinary module."""
     seen: set[nn.Module] = set()

@@ -55,7 +55,7 @@ class Float16Weight:
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
-        """Whether float16 can represent all elements of a weight times a power of two, with errors up to `EXACT`."""
+        """Whether float16 can represent a weight times a power of two, with errors up to 2^-24 of a row's largest."""
         scale = _scale_of(weight)
         return scale is not None and all(_fits(rows.float() * scale) for rows in _blocks(weight.detach()))
 
@@ -105,7 +105,7 @@ def _scale_of(weight: Tensor) -> float | None:
 
 
 def _fits(scaled: Tensor) -> bool:
-    """Whether float16 can represent the float32 elements `[out, in]` with errors of at most `EXACT`."""
+    """Whether float16 can represent float32 elements `[out, in]`, with errors up to 2^-24 of a row's largest."""
     error = (scaled.half().float() - scaled).abs_().amax(dim=1)
     return not bool((error > EXACT * scaled.abs_().amax(dim=1)).any())
 
@@ -119,7 +119,7 @@ def kind_of_copy(weight: Tensor) -> type[Float16Weight] | type[OneDnnWeight] | N
 
 @cache
 def has_float16() -> bool:
-    """Whether this PyTorch has FBGEMM's float16 kernel for this processor, and a test agrees with float64.
+    """Whether PyTorch has FBGEMM's float16 kernel for this processor, and a small product is as exact as it should be.
 
     Other engines do not count: `torch.ops.onednn.linear_dynamic_fp16` is a slow reference implementation."""
     if torch.backends.quantized.engine not in ("x86", "fbgemm") or not _has_vectors():
@@ -208,8 +208,8 @@ class ProductTimes:
     def of(cls, own: tuple[float, ...], copied: tuple[float, ...], is_half: bool = False) -> ProductTimes:
         """Choose, by the measured times `own` and `copied`, the numbers of rows for which the copy is used.
 
-        In half precision (`is_half`) these are 1 to 32 rows if the copy's times together gain `LEAST_GAIN`, otherwise
-        none: with two kernels, passes over one token and over several would round differently.
+        In half precision (`is_half`) these are 1 to 32 rows if the own times together are at least 1.05 times the
+        copied, otherwise none: with two kernels, passes over one token and over several would round differently.
 
         Example: PyTorch's own kernel takes 2.3, 2.4 and 3.9 ms for 1, 4 and 16 rows, and the copy's 0.9, 1.4 and 4.9.
         The copy is faster for 1 and 4 rows, and for 16 at most 1.3 times as slow, so it is used for 1 to 24 rows."""
@@ -267,7 +267,7 @@ def measured_copy(weight: Tensor) -> MeasuredCopy | None:
 
 
 def int8_copy(weight: Tensor) -> MeasuredCopy:
-    """Make the int8 copy of a weight, which is used for inputs of up to `MOST_INT8_ROWS` rows and not measured."""
+    """Make the int8 copy of a weight, for inputs of up to 16 rows (`MOST_INT8_ROWS`). Its times are not measured."""
     return MeasuredCopy(Int8Weight.of(weight), ProductTimes((), (), 1, MOST_INT8_ROWS))
 
 
@@ -288,7 +288,7 @@ def forget_product_times() -> None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About `SAMPLE` elements of a weight: its first rows, repeated if there are too few."""
+    """About two million (`SAMPLE`) elements of a weight: its first rows, repeated if there are too few."""
     rows = max(SAMPLE // weight.shape[1], 1)
     times = -(-rows // len(weight))
     return (weight.detach().repeat(times, 1) if times > 1 else weight.detach())[:rows]
@@ -318,7 +318,7 @@ def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes
 
 
 def _shortest(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:
-    """The shortest `_cold` time of several runs: at most `MOST_RUNS`, until the second shortest agrees with it."""
+    """The shortest `_cold` time of 3 to 6 runs, which end once the second shortest agrees with the shortest."""
     times = sorted(_cold(product, x, others) for _ in range(RUNS))
     while times[1] > AGREE * times[0] and len(times) < MOST_RUNS:
         times = sorted([*times, _cold(product, x, others)])

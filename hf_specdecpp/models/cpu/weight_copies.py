@@ -132,8 +132,8 @@ _Asked = tuple[ref[nn.Linear], ref[WeightCopy], ref[WeightCopies]]
 class Background:
     """Makes requested copies in a thread of low priority, those of the largest weights first.
 
-    During generations in which PyTorch uses every core, the thread works for at most `SHARE` of the time. A process
-    that ends waits for the block of rows that the thread is packing, not for all copies."""
+    During generations in which PyTorch uses every core, the thread works for at most 4 % (`SHARE`) of the time. A
+    process that ends waits for the block of rows that the thread is packing, not for all copies."""
 
     texts: int = 0  # running generations
     made: int = 0  # weights that were copied, or could not be
