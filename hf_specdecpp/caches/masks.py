@@ -186,9 +186,8 @@ def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor
         num_prefix: number of tokens in the cache before the root, including masked ones.
 
     Returns:
-        `attention_mask`: `[1, 1, n_query, kv]`, bool for sdpa and additive in the model's dtype for eager attention; or
-            a dict of such masks by layer type if layers differ. `position_ids`: `[1, n_query]`, `num_prefix` for the
-            root.
+        `attention_mask`: `[1, 1, n_query, kv]` (`as_mask`), or a dict of such masks by layer type if layers differ;
+            and `position_ids`: `[1, n_query]`, `num_prefix` for the root.
     """
     mask = tree_mask(model, cache, ancestors, depths, num_prefix)
     return {"attention_mask": mask, "position_ids": (num_prefix + depths[-ancestors.shape[0] :])[None]}

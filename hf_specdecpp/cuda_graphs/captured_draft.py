@@ -47,10 +47,10 @@ class RoundRules:
 
     Attributes:
         greedy: whether draft and target choose their likeliest tokens.
-        draft_processing, processing: compute q from the draft's logits, and p from the target's.
+        draft_processing, processing: compute q from the draft's logits, and p from the target's; `processing` does
+            nothing if graphs cannot run the target's processors, so that the host runs them (`Process`).
         estimator: estimates acceptance; `None` if estimates are not used.
-        threshold, min_tokens: h and the least number of candidates of SpecDec++'s stopping rule; `threshold` is `None`
-            if all candidates of a shape are submitted.
+        threshold, min_tokens: of SpecDec++'s stopping rule; `threshold` is `None` if all candidates are submitted.
         verification: method for sampled candidates.
     """
 

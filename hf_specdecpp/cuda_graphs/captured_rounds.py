@@ -1,9 +1,8 @@
 """Rounds as one launch of a CUDA graph and one read of the result (`CapturedRounds`), for chains, trees and batches.
 
-The graph of a round contains the draft's steps, the target's pass (both `_pass`), the verification (`_accept`), and the
-commit and the input of the next round (`_settle`). If logits processors of the target cannot be captured, `_pass` and
-the rest are two graphs, and the host calls the processors in between. What the host decides in other rounds, such as
-where the stopping rule ends the draft, is computed on the device (`on_device`)."""
+The graph contains the draft's steps and the target's pass (`_pass`), and verification, commit and the input of the next
+round (`_settle`). If logits processors of the target cannot be captured, these are two graphs, and the host calls the
+processors in between. The device decides what the host does in other rounds, such as the end of a chain (`on_device`)."""
 
 from __future__ import annotations
 

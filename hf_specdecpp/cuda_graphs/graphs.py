@@ -111,6 +111,7 @@ class Graphs:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+        """Check that a function never waits for the device, capture it, and restore `changes` and random generators."""
         restore = restoring(changes)
         with lasting():
             ran = torch.zeros((), dtype=torch.long, device=self.device)

@@ -133,6 +133,7 @@ class ObjectWalk:
             self._all(own.items())
 
     def _describe(self, each: Any) -> None:
+        """Add what an object refers to, which depends on its type, to the description."""
         if isinstance(each, nn.Module):
             fields = self._fields(each)
             if "generation_config" in fields:

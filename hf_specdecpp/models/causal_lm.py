@@ -106,9 +106,8 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 
 
 def parameter_ids(model: nn.Module) -> dict[tuple[int, str], int]:
-    """The `id()` of each parameter, by `id()` of its module and its name there. Two results for one model differ if a
-    parameter was replaced in between. Offloaded parameters are left out, because each pass replaces them."""
-    # Not weak references, with which PyTorch cannot move tensor subclasses.
+    """The `id()` of each parameter, by the `id()` of its module and its name there, to notice replaced ones. Each pass
+    replaces offloaded ones, so they are left out. Weak references would keep PyTorch from moving tensor subclasses."""
     named = ((id(module), *item) for module in modules_of(model) for item in module._parameters.items())
     return {(module, name): id(each) for module, name, each in named if each is not None and each.device.type != "meta"}
 

@@ -190,6 +190,7 @@ class Background:
 
     @torch.no_grad()
     def _make(self, of: ref[nn.Linear], into: ref[WeightCopy], by: ref[WeightCopies]) -> None:
+        """Make the copy of an item of the queue, if all three are alive and memory allows (`MOST_OF_FREE`)."""
         layer, copy, owner = of(), into(), by()
         if copy is None:
             return
