@@ -2,7 +2,7 @@
 
 The graph contains the draft's steps and the target's pass (`_pass`), and verification, commit and the input of the next
 round (`_settle`). If logits processors of the target cannot be captured, these are two graphs, and the host calls the
-processors in between. The device decides what the host does in other rounds, such as the end of a chain (`on_device`)."""
+processors in between. The device also decides where the stopping rule ends a chain (`on_device`)."""
 
 from __future__ import annotations
 
