@@ -243,8 +243,8 @@ class CapturedDraft:
         cache.length.copy_(before)
 
     def _draw_chain(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Draw all candidates of a chain, and count those up to the stop of `rules.threshold`: including the candidate
-        at which the rule stops, but excluding this one if its estimate is known before the draw."""
+        """Draw all candidates of a chain, and count those up to the stop of the rule (`RoundRules.threshold`): including
+        the candidate at which it stops, but excluding this one if its estimate is known before the draw."""
         levels, places = shape.levels, span(shape.levels, self.device)
         (logits, hidden), drawn, judged = next(steps), [], []
         for place in range(taken := max(levels, self.steps.least)):
@@ -305,8 +305,8 @@ class CapturedDraft:
         self.count.fill_(nodes)
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw the next level: `width` nodes, in the best slots below m nodes of a level, by `step.scores` `[texts, m,
-        vocab]`. `values`: `[texts, m]`, estimated survival of the m nodes."""
+        """Draw the next level: `width` nodes, in the best slots below m nodes of a level, by the draft's scores after
+        these. `values`: `[texts, m]`, estimated survival of the m nodes."""
         q = step.scores if rules.greedy else step.q
         # [texts, m, width], in order
         tokens = (q if rules.greedy else q / exponential(*q.shape, device=q.device)).topk(width).indices

@@ -168,7 +168,7 @@ class TargetStates:
 
 
 def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
-    """The target's modules whose outputs a draft reads, in the order of `reader.reads`: a layer for an index, the
+    """The target's modules whose outputs a draft reads, in the order of `StateReader.reads`: a layer for an index, the
     decoder for `FINAL`. `ValueError` if the target lacks a layer."""
     decoder = inner_decoder(target)
     stack = layer_stack(decoder, target)[1]
