@@ -243,7 +243,7 @@ class CapturedDraft:
         cache.length.copy_(before)
 
     def _draw_chain(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Draw all candidates of a chain, and count those up to the stop of the rule (`RoundRules.threshold`): including
+        """Draw a whole chain, and count the candidates up to the stop of the rule (`RoundRules.threshold`): including
         the candidate at which it stops, but excluding this one if its estimate is known before the draw."""
         levels, places = shape.levels, span(shape.levels, self.device)
         (logits, hidden), drawn, judged = next(steps), [], []
