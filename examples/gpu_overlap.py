@@ -47,7 +47,7 @@ def a_round(target: Any) -> tuple[Any, Any, float]:
 def now(rounds: Any, graph: Any, host: float) -> None:
     for _ in range(ROUNDS):
         graph.replay()
-        rounds._read_report()
+        rounds._read_rows()
         work(host)
 
 

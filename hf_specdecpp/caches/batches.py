@@ -21,24 +21,25 @@ MOST_HOLES = 0.2  # as a share of the longest row's tokens
 
 
 def other_layers(layers: Iterable[object]) -> str:
-    """Class names of the layers of a cache that are not attention; empty if all are attention layers."""
+    """Class names of a cache's layers that are not attention layers, for messages; an empty string if all are."""
     return ", ".join(sorted({type(layer).__name__ for layer in layers if type(layer) not in ATTENTION_LAYERS}))
 
 
 class BatchContext:
-    """The sequences of a batch in one cache with holes. `ValueError` if layers are not attention.
+    """The sequences of a batch as rows of one cache with holes. `ValueError` if a layer is not an attention layer.
 
-    Each pass appends equally many columns to every row. Dummies of rows with fewer tokens and rejected candidates stay
-    in the cache as holes: `valid` is false there, and the attention mask hides them like padding. Positions count only
-    a row's own tokens, which are in order. Trailing columns that are holes in every row are cropped. If the holes
-    exceed a fifth of the longest row's tokens, `close_up` removes them.
+    Each pass appends an equal number of columns to every row. Dummies, in rows with fewer tokens, and rejected
+    candidates stay in the cache as holes: `valid` is false there, and the attention mask hides them like padding.
+    Positions count only a row's own tokens, which are in order. Trailing columns that are holes in every row are
+    cropped. If the holes exceed a fifth of the longest row's tokens, `close_up` removes them.
 
     Example: two rows have 4 tokens each, and a pass appends 3 columns: for the first row the last token and two
     candidates, for the second the last token, one candidate and a dummy. The first row rejects both candidates, the
     second none. Two columns remain: `valid` is extended by 1 0 in the first row, and by 1 1 in the second.
 
     Args:
-        cache: the model's cache, empty. Sliding-window layers are replaced by layers that keep all columns.
+        cache: an empty cache for `model`. Its sliding-window layers are replaced by layers that keep all columns.
+        rows: number of sequences.
 
     Attributes:
         valid: `[rows, columns]` bool on the host: which columns are tokens of a row.
@@ -63,16 +64,16 @@ class BatchContext:
         self.valid, self.num_tokens = valid, valid.sum(dim=1)
 
     def mask(self, fed: Tensor) -> Any:
-        """The attention mask of a pass that appends n columns; `fed`: `[rows, n]` bool, which of them are tokens."""
+        """The attention mask for a pass that appends n columns. `fed`: `[rows, n]` bool, which of them are tokens."""
         valid = torch.cat((self.valid, fed), dim=1).to(input_device(self.model))
         return row_masks(self.model, valid, fed.shape[1])
 
     def record_pass(self, fed: Tensor) -> None:
-        """Called after a pass over the columns `fed`, as in `mask`."""
+        """Called after a pass that appended the columns `fed` (as in `mask`): counts their tokens as cached."""
         self._set(torch.cat((self.valid, fed), dim=1))
 
     def commit(self, count: Tensor, of: Tensor) -> None:
-        """Keep the first `count` `[rows]` of each row's last `of` `[rows]` tokens."""
+        """Of each row's last `of` `[rows]` tokens keep the first `count` `[rows]`, and make the others holes."""
         from_the_end = self.valid.flip(1).cumsum(dim=1).flip(1)
         valid = self.valid & (from_the_end > (of - count)[:, None])
         used = valid.any(dim=0).nonzero()
@@ -91,18 +92,18 @@ class BatchContext:
             self.cache.batch_select_indices(torch.tensor(places, device="cpu"))
 
     def row(self, place: int) -> list[KeysValues]:
-        """Keys and values `[heads, n, size]` of a row's n tokens in each layer; layers without keys are left out."""
+        """Keys and values `[heads, n, size]` of the n tokens in row `place`, for each layer that has any."""
         both = [(layer.keys[place], layer.values[place]) for layer in self.cache.layers if layer.keys is not None]
         valid = self.valid[place]
         return [(keys[:, valid.to(keys.device)], values[:, valid.to(values.device)]) for keys, values in both]
 
     def restore(self, rows: list[list[KeysValues]], shown: Tensor) -> None:
-        """Called after all rows have ended: refill `cache`, with its original layers, with the columns `shown`.
+        """Called after all rows have ended: give `cache` its original layers, with the contents of plain `generate()`.
+
+        `rows`: the result of `row` for each row; `shown`: `[rows, columns]` bool, the columns that contain tokens.
 
         Example: for rows of 3 and 5 tokens and `shown` 0 1 1 1 and 1 1 1 1 the cache gets four columns. The first row's
-        tokens are in the last three, the second row's first four tokens in all four. `rows`: the result of `row` for
-        each row; `shown`: `[rows, columns]` bool.
-        """
+        tokens are in the last three, the second row's first four tokens in all four."""
         self.set_rows(rows, shown)
         for layer, ours in zip(self.layers, self.cache.layers, strict=True):
             if layer is not ours and ours.keys is not None:  # a sliding-window layer, which keeps its window only
@@ -110,21 +111,21 @@ class BatchContext:
         self.cache.layers = self.layers
 
     def set_rows(self, rows: list[list[KeysValues]], valid: Tensor) -> None:
-        """Replace the contents by `rows`, which captured passes have read; arguments as in `restore`."""
+        """Replace the contents of all rows, for instance by those of captured passes; arguments as in `restore`."""
         for number, layer in enumerate(layer for layer in self.cache.layers if layer.keys is not None):
             layer.keys, layer.values = (_stacked([row[number][part] for row in rows], valid) for part in (0, 1))
         self._set(valid)
 
     def close_up(self) -> None:
-        """Remove holes if there are many."""
+        """Called before a round: remove all holes if they exceed a fifth of the longest row's tokens (`MOST_HOLES`)."""
         needed = int(self.num_tokens.max()) if len(self.valid) else 0
         if self.valid.shape[1] > (1.0 + MOST_HOLES) * needed > 0.0:
             self._set(compact(self.cache, self.valid, needed))
 
 
 def _stacked(rows: list[Tensor], shown: Tensor) -> Tensor:
-    """`[rows, heads, columns, size]`: in the true columns of `shown` `[rows, columns]` the first keys, or values, of
-    each row `[heads, n, size]`; zeros in the others."""
+    """`[rows, heads, columns, size]`: the first keys, or values, of each row `[heads, n, size]` in those columns where
+    `shown` `[rows, columns]` is true, and zeros in the others."""
     heads, _, size = rows[0].shape
     stacked = rows[0].new_zeros(len(rows), heads, shown.shape[1], size)
     for row, own, its in zip(stacked, rows, shown, strict=True):
@@ -133,11 +134,10 @@ def _stacked(rows: list[Tensor], shown: Tensor) -> Tensor:
 
 
 def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
-    """Reduce a cache to `width` columns, in place, with each row's tokens at the end and in order. Returns the new
-    `valid`, `[rows, width]`.
+    """Reduce a cache with holes to `width` columns, in place, with each row's tokens at the end and in order. Returns
+    `[rows, width]`, the new `valid`.
 
-    Example: for width 3 the rows 1 0 1 and 1 1 1 of `valid` become 0 1 1 and 1 1 1.
-    """
+    Example: for width 3 the rows 1 0 1 and 1 1 1 of `valid` become 0 1 1 and 1 1 1."""
     order = valid.long().argsort(dim=1, stable=True)[:, -width:]
     layers: list[Any] = cache.layers
     for layer in (layer for layer in layers if layer.keys is not None):  # others use the keys of these

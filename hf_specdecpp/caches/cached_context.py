@@ -1,7 +1,7 @@
-"""A sequence in a cache of transformers (`GrowingContext`): tokens that are read next are committed or rolled back.
+"""A sequence in a cache of transformers (`GrowingContext`), to which a round's tokens are committed or rolled back.
 
-Keys and values are rolled back by dropping rows, recurrent states by a copy. Of a token tree the rows of one path are
-kept.
+Keys and values are rolled back by dropping rows, recurrent states by restoring a copy. Of a token tree the rows of one
+path are kept.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from hf_specdecpp.caches.states import RollbackPoint, is_recurrent
 
 
 class PathRows(NamedTuple):
-    """The rows of a path in a pass over a tree: ascending, the root's (0) first."""
+    """The rows that the nodes of a path have in the target's pass over a tree: ascending, the root's (0) first."""
 
     rows: list[int]  # on the host
     on_device: Tensor  # `[n]`, the same numbers on a device
 
 
 class GrowingContext:
-    """A sequence that a model has read, in a growing cache of any kind. Candidates are read after it, in one pass or
-    several, and kept in part.
+    """A sequence in a model's growing cache, of any kind of layers. In each round, one or several passes append tokens,
+    of which `commit` keeps a part.
 
-    Example: 10 tokens are held. After `begin_round()` and a pass over 5 more, 3 of them accepted, `commit(3, of=5)`
-    leaves 13.
+    Example: the cache has 10 tokens. After `begin_round()` and a pass over 5 more, `commit(3, of=5)` leaves 13.
 
     Args:
-        cache: the model's cache; `None` if the first pass makes one.
+        cache: the model's cache; `None` if the first pass makes it.
 
     Attributes:
-        num_tokens: committed tokens in the cache, without `pending` ones.
-        pending: number of trailing tokens to read again. Recurrent states cannot drop rejected candidates, so they are
-            reset to `rollback_point`, which is before these tokens.
+        num_tokens: number of committed tokens in the cache, without `pending` ones.
+        pending: number of committed tokens that the next pass must read again. Recurrent states cannot drop rejected
+            candidates, so the cache is reset to `rollback_point`, which is before these tokens.
+        rollback_point: the cache as it was before the pending tokens or this round; `None` if not needed.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -46,7 +46,7 @@ class GrowingContext:
         self._is_plain: bool | None = None  # whether no layer has windows, convolutions or states
 
     def begin_round(self) -> None:
-        """Mark the beginning of tokens that may be rolled back."""
+        """Called before the first pass of a round: what follows can be rolled back."""
         if self._is_plain is None:  # once, after the prompt
             self._is_plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
         if self._is_plain or self.pending:
@@ -57,7 +57,7 @@ class GrowingContext:
             self.rollback_point = RollbackPoint(self.cache)
 
     def commit(self, count: int, of: int, path: PathRows | None = None) -> None:
-        """Keep `count` of the `of` tokens read since `begin_round`: the first ones, or the first ones of a path."""
+        """Keep `count` of the `of` tokens read since `begin_round`: the first ones, or the first ones of a `path`."""
         if self.rollback_point is not None:
             if count == of:
                 self.pending, self.rollback_point = 0, None
@@ -86,7 +86,7 @@ GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_id
 
 
 def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
-    """`model_kwargs` without the last `count` columns of arguments that grow with the sequence, as views."""
+    """`model_kwargs` in which the arguments of `GROWING` lack their last `count` columns, as views."""
     shorter = dict(model_kwargs)
     for name in GROWING:
         if (each := model_kwargs.get(name)) is not None:
@@ -95,7 +95,7 @@ def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
-    """`model_kwargs` with `count` more columns in arguments that grow with the sequence, for further text tokens."""
+    """`model_kwargs` in which the arguments of `GROWING` have `count` further columns, for visible text tokens."""
     longer = dict(model_kwargs)
     for name in GROWING if count else ():
         if (each := model_kwargs.get(name)) is not None:
@@ -112,11 +112,10 @@ def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def roll_back(cache: Cache, num_tokens: int) -> None:
-    """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted. Windows and
-    convolutions must record (`activate_past_recording`); at 0 tokens all layers are reset.
+    """Drop every row after the first `num_tokens` tokens, in place, even if a pass was interrupted between layers.
+    Windows and convolutions must record (`activate_past_recording`). With 0 tokens all layers are reset.
 
-    Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
-    """
+    Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 has 13, 10, 10 rows, and then 10, 10, 10."""
     layers: list[Any] = cache.layers
     for layer in layers:
         if num_tokens == 0:
@@ -140,7 +139,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
 
 
 def num_rows(cache: Cache) -> int:
-    """Number of tokens in a cache. A cache of recurrent states only does not count them: 1 once it has read any."""
+    """Number of tokens in a cache. A cache with recurrent states only does not count them: 0 if empty, otherwise 1."""
     for layer in cache.layers:
         if isinstance(layer, cache_utils.CacheLayerMixin):
             return int(cache.get_seq_length())  # of static caches it is a tensor
@@ -148,16 +147,15 @@ def num_rows(cache: Cache) -> int:
 
 
 def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor | None = None) -> None:
-    """Reduce a tree in the cache to one path, in place. `path` and `on_device`: ascending node indices, root's first.
+    """Reduce a tree in the cache, after `num_prefix` tokens, to one path, in place. `path`: rows of the path's nodes in
+    the pass over the tree, ascending, the root's (0) first; `on_device`: these numbers on a device, if available.
 
-    The rows of the path move up to the prefix, then the cache is cropped, which costs O(path): the prefix is neither
-    copied nor read. The crop leaves a view of the old storage, which the next pass replaces, so that discarded rows
-    never accumulate. Sliding-window layers must have recorded their past (`activate_past_recording`) since before the
-    nodes were read.
+    The path's rows move up to the prefix, then the cache is cropped, which costs O(path): the prefix is neither copied
+    nor read. The crop leaves a view of the old storage, which the next pass replaces, so that discarded rows never
+    accumulate. Sliding windows must have recorded (`activate_past_recording`) since before the tree was read.
 
-    Example: 5 tokens of prefix and the nodes 0 to 4 are in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5,
-    nodes 2 and 4 move from rows 7 and 9 to rows 6 and 7, and the crop leaves rows 0 to 7.
-    """
+    Example: 5 tokens of prefix and a tree of 5 nodes are in rows 0 to 9. For the path [0, 2, 4] row 5 stays, rows 7 and
+    9 move to rows 6 and 7, and the crop leaves rows 0 to 7."""
     in_place, layers = num_in_place(path), list[Any](cache.layers)
     own = [layer for layer in layers if layer.keys is not None]  # others share keys, or have read nothing
     counts = [layer.get_seq_length() - num_prefix for layer in own]
@@ -173,10 +171,10 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor 
 
 
 def num_in_place(path: list[int]) -> int:
-    """Number of leading rows of an ascending path from the root, node 0, that need not move: 2 for [0, 1, 3]."""
+    """Number of leading rows of an ascending path that `keep_path` need not move: 2 for [0, 1, 3]."""
     return len([node for place, node in enumerate(path) if place == node])
 
 
 def width_of(num_tokens: int) -> int:
-    """The width of a pass over `num_tokens` tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
+    """The smallest power of two that is at least `num_tokens`, to which captured passes are padded: 8 for 5 to 8."""
     return 1 << (num_tokens - 1).bit_length()

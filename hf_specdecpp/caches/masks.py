@@ -1,7 +1,7 @@
-"""Attention masks by kind of layer, for batches and token trees, and the windows of caches and masks.
+"""Attention masks for batches and token trees, by kind of layer, also with sliding windows and chunks.
 
-A node of a tree sees the prefix and its own ancestors, and its position follows from them as if there were no other
-nodes. Windows are measured in positions of the sequence, not in rows of the cache, which also hold siblings.
+A node of a tree sees the prefix, its ancestors and itself. Its position is that in the path from the root. Windows are
+measured in positions of the sequence, not in rows of the cache, because these also contain siblings.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ WINDOWS = (
 
 
 def is_replaced(config: Any) -> bool:
-    """Whether captured passes use `GROUPED` instead of a model's attention: sdpa, or FlashAttention of any version."""
+    """Whether captured passes replace a model's attention by `GROUPED`: sdpa and every version of FlashAttention."""
     name = config._attn_implementation or ""
     return name == "sdpa" or "flash" in name
 
 
 def why_no_holes(config: Any) -> str | None:
-    """Why holes in the cache would change a model's results, as a clause after the model's name: the model uses
-    numbers of rows where others use positions. `None` if no reason is known."""
+    """Why holes or siblings in the cache would change a model's results, as the predicate of a message: the model
+    computes with numbers of cache rows where others use positions. `None` if no reason is known."""
     if getattr(config, "attn_temperature_tuning", False):
         return "scales its attention by the row of the cache that a token lies in (attn_temperature_tuning)"
     if name := next((name for name in SPARSE if hasattr(config, name)), None):
@@ -49,18 +49,18 @@ def why_no_holes(config: Any) -> str | None:
 
 
 def row_masks(model: CausalLM, valid: Tensor, count: int) -> Any:
-    """The attention mask of a pass over the last `count` columns of a batch whose rows have holes.
+    """The attention mask of a pass over the last `count` columns of a batch whose rows have holes (`BatchContext`).
 
-    Windows are measured in a row's tokens. A dummy sees itself, so that every query sees something.
+    Windows are measured in a row's own tokens. A dummy sees itself, so that every query sees something.
 
-    Example: a row 1 0 1 1 whose last column is read, with a window of 2: the token sees columns 2 and 3, its own.
+    Example: with a window of 2, the token in the last column of the row 1 0 1 1 sees columns 2 and 3, its own.
 
     Args:
         valid: `[rows, columns]` bool: which columns are tokens of a row, including those of the pass.
 
     Returns:
-        `[rows, columns]` int64, from which transformers makes the mask, if no layer has a window; otherwise masks of
-        `as_mask`, by kind of layer if there are several.
+        If no layer has a window, `[rows, columns]` int64, from which transformers makes the mask. Otherwise the result
+        of `as_mask`, or a dict of such masks by kind of layer if there are several kinds.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = set(layer_types(config, config.num_hidden_layers))
@@ -76,7 +76,7 @@ def row_masks(model: CausalLM, valid: Tensor, count: int) -> Any:
 
 
 def layer_types(config: Any, num_layers: int) -> list[str]:
-    """The kind of each layer, inferred from a config as transformers' caches do."""
+    """The kind of each layer, such as "sliding_attention", inferred from a text config as transformers' caches do."""
     if (types := getattr(config, "layer_types", None)) is not None:
         return types
     if getattr(config, "sliding_window", None) is not None:
@@ -86,11 +86,11 @@ def layer_types(config: Any, num_layers: int) -> list[str]:
 
 
 def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
-    """The mask `[rows, 1, n_query, kv]` for bool `[rows, n_query, kv]`, or for `[n_query, kv]` if there is one row.
+    """The mask that the model's attention takes, `[rows, 1, n_query, kv]`. `seen`: bool `[rows, n_query, kv]`, or
+    `[n_query, kv]` for one row: the keys that each query sees.
 
-    Bool, but additive for eager attention, which adds its mask to the scores, so that a bool mask would hide nothing.
-    For grouped attention additive and `[rows, 1, group * n_query, kv]`, made once for all layers of a pass.
-    """
+    The mask is boolean for sdpa, and additive for eager attention, which adds it to the scores. For `GROUPED` it is
+    additive, `[rows, 1, group * n_query, kv]`, and so repeated once for all layers of a pass."""
     seen, config = seen.view(-1, 1, *seen.shape[-2:]), model.config.get_text_config(decoder=True)
     if (implementation := config._attn_implementation) not in ("eager", GROUPED):
         return seen
@@ -101,17 +101,17 @@ def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
 
 
 def _group(config: Any) -> int:
-    """Number of query heads that share a head of keys and values."""
+    """Number of query heads that share one head of keys and values."""
     heads = config.num_attention_heads
     return int(heads // (getattr(config, "num_key_value_heads", None) or heads))
 
 
 def unknown_window(target: CausalLM, config: Any) -> str | None:
-    """Why a model's windows may be measured differently than here, which no short test finds; `None` if they are not.
+    """Why masks made here may not fit a model's windows, which no short test would find, as the predicate of a message;
+    `None` if they fit.
 
-    A cache drops tokens that have left a window even if the model does not hide them. Then several tokens read at once
-    would see more than each alone. Whether the model hides them is read from the code of its forward pass.
-    """
+    A cache drops tokens that have left a window even if the model's mask does not hide them. Several tokens read at
+    once would then see more than each alone. Whether the model makes such masks is inferred from its forward's code."""
     layers = DynamicCache(config=config).layers
     if not any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
         return None
@@ -134,12 +134,11 @@ def unknown_window(target: CausalLM, config: Any) -> str | None:
 
 
 class GrowingTreeLayer(DynamicSlidingWindowLayer):
-    """A sliding-window layer for a tree that is read in several passes.
+    """The sliding-window layer of a cache in which a tree is read in several passes.
 
-    transformers' layer shows a pass only the rows that a chain can need, a window. In a tree most earlier nodes are not
-    on the path, and would displace prefix tokens that are still in the window. So this layer shows all its rows; the
-    mask excludes those outside the window.
-    """
+    transformers' layer gives attention only as many rows as a chain needs, a window. In a tree most earlier nodes are
+    not on a node's path, and would displace prefix tokens that are in its window. So this layer gives all its rows; the
+    mask excludes those outside the window."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         shown = super().update(key_states, value_states, *args, **kwargs)
@@ -158,7 +157,7 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 
 
 class CachedPrompt(NamedTuple):
-    """A prompt in a cache of fixed size.
+    """What masks and positions need to know about the prompts in a `FixedCache`: padding and special positions.
 
     Example: `[pad, pad, 5, 6]` in a cache of 8 rows has `shown` 0011 1111 and offset -2: 6 is in row 3, at position 1.
     """
@@ -168,29 +167,27 @@ class CachedPrompt(NamedTuple):
 
     @property
     def padding(self) -> Tensor:
-        """Number of hidden rows before the first token, `[sequences, 1, 1]`."""
+        """Number of hidden rows before the first shown token, `[sequences, 1, 1]`."""
         return (self.shown.cumsum(-1) == 0).sum(-1)[:, None, None]
 
 
 def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor, num_prefix: int) -> dict[str, Any]:
-    """Arguments of a forward pass over the last n_query of n nodes; `check_tree(model)` tests whether the model
-    supports them.
+    """Mask and positions for a forward pass over the last n_query of the n nodes of a tree, in a growing cache.
+    `check_tree(model)` tests whether the model supports them.
 
     Example: 3 tokens of prefix and a root with two children, none of them read yet. The positions are 3, 4, 4; the
     mask's rows, over the 3 rows of prefix and the 3 nodes, are 111 100, 111 110 and 111 101.
 
     Args:
-        cache: holds `num_prefix` tokens, then the n - n_query nodes read earlier in this round (levels of a growing
-            tree).
-        ancestors: bool `[n_query, n]`, on the model's device like `depths`: the nodes, in reading order, that each
-            query sees, itself included.
+        cache: contains `num_prefix` tokens, then the n - n_query nodes that this round's earlier passes have read.
+        ancestors: bool `[n_query, n]`, on the model's device like `depths`: the nodes, in the order of reading, that
+            each query sees, itself included.
         depths: int `[n]`: node i has position `num_prefix + depths[i]`. The root, the last emitted token, has depth 0.
         num_prefix: number of tokens in the cache before the root, including masked ones.
 
     Returns:
-        `attention_mask`: `[1, 1, n_query, kv]`, bool for sdpa and additive in the model's dtype for eager attention; or
-            a dict of such masks by layer type if layers differ. `position_ids`: `[1, n_query]`, `num_prefix` for the
-            root.
+        `attention_mask`: `[1, 1, n_query, kv]` (`as_mask`), or a dict of such masks by layer type if layers differ;
+            and `position_ids`: `[1, n_query]`, `num_prefix` for the root.
     """
     mask = tree_mask(model, cache, ancestors, depths, num_prefix)
     return {"attention_mask": mask, "position_ids": (num_prefix + depths[-ancestors.shape[0] :])[None]}
@@ -199,7 +196,7 @@ def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor
 def tree_mask(
     model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor, num_prefix: int, prefix_mask: Tensor | None = None
 ) -> Any:
-    """The mask of `tree_inputs`, also for a prefix with padding or images, whose rows are not its positions.
+    """The attention mask of `tree_inputs`, with the arguments described there, and also for prefixes with padding.
     `prefix_mask`: bool `[num_prefix]`, false for padding, which no query sees; `None` if there is none."""
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
@@ -226,7 +223,7 @@ def tree_mask(
 
 
 def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
-    """The kinds of layer in a model, each with the first cache layer of its kind that has keys; `None` if none has."""
+    """The kinds of a model's layers, each with the first layer in `cache` of this kind that has keys, else `None`."""
     types = layer_types(config, config.num_hidden_layers)
     kinds: dict[str, Any] = dict.fromkeys(types)
     layers: list[Any] = cache.layers
@@ -237,8 +234,8 @@ def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
 
 
 def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int) -> Tensor:
-    """Bool `[..., n_query, kv]`: the keys in each query's window, or in its chunk, which counts no padding; given their
-    positions `[..., n_query]` and `[..., kv]`."""
+    """Bool `[..., n_query, kv]`: whether each key is in each query's sliding window, or for other `kind`s in its chunk.
+    `queries` `[..., n_query]`, `keys` `[..., kv]`: positions; `padding`: hidden rows before the first token."""
     keys, queries = keys[..., None, :], queries[..., None]
     if kind == "sliding_attention":
         return keys > queries - config.sliding_window
@@ -248,18 +245,18 @@ def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor
 
 @cache  # which graphs refer to
 def span(count: int, device: torch.device) -> Tensor:
-    """0 to `count` - 1, made once for all passes. Never written to."""
+    """The integers 0 to `count` - 1, as one tensor for all calls, which must not be written to."""
     with torch.inference_mode(False):
         return torch.arange(count, device=device)
 
 
 class Nodes:
-    """The nodes that a pass reads or sees, after a prefix.
+    """The nodes of a chain or tree in a captured pass: those that it reads, the queries, and those that queries see.
 
     Args:
-        seen: bool `[n_query, n]`, or `[sequences, n_query, n]` if trees differ: which of up to n nodes a query sees.
-            The nodes follow the prefix in this order.
-        depths: `[n]`, of all nodes.
+        seen: bool `[n_query, n]`, or `[sequences, n_query, n]` if trees differ: which of n nodes each query sees. The
+            nodes have the rows after the prefix, in this order; rows of later levels may be unwritten.
+        depths: `[n]`, of all nodes, 0 for the root.
         places: `[n_query]`, depths of the queries.
     """
 
@@ -268,11 +265,12 @@ class Nodes:
         self._masks: dict[Any, Tensor] = {}
 
     def columns(self) -> Tensor:
-        """`seen` between a column for the prefix and one for rows that no query sees, `[..., n_query, n + 2]`."""
+        """`[..., n_query, n + 2]`: a column of true for all rows of the prefix, the columns of `seen`, and a column of
+        false for all other rows."""
         return nn.functional.pad(nn.functional.pad(self.seen, (1, 0), value=True), (0, 1), value=False)
 
     def mask(self, model: CausalLM) -> Tensor:
-        """`columns` as a mask of the model's attention (`as_mask`), made once."""
+        """`columns()` as a mask for the model's attention (`as_mask`), made once."""
         config = model.config.get_text_config(decoder=True)
         key = config._attn_implementation, model.dtype, _group(config)
         if key not in self._masks:
@@ -281,7 +279,7 @@ class Nodes:
 
 
 def chain_nodes(count: int, device: torch.device, first: int = 0, most: int = 0) -> Nodes:
-    """The nodes of a pass over `count` tokens, from index `first` on, of a chain of `most` tokens (0: of `count`)."""
+    """The nodes of a pass over `count` tokens of a chain of `most` tokens (0: of `count`), from index `first` on."""
     depths = span(most or count, device)
     places = depths[first : first + count]
     return Nodes(depths <= places[:, None], depths, places)
@@ -291,15 +289,16 @@ kept_chain_nodes = cache(chain_nodes)  # for passes of rounds, whose graphs refe
 
 
 def inputs_in_place(model: CausalLM, cache: Any, nodes: Nodes, num_prefix: Tensor) -> dict[str, Any]:
-    """`tree_inputs` for sequences in a cache of fixed size, without numbers read by the host: for captured passes.
+    """Mask and positions of a captured pass over the queries of `nodes`, computed on the device only: `attention_mask`
+    and `position_ids` as of `tree_inputs`, for all sequences in a cache of fixed size.
 
-    Example: a cache of capacity 8 contains 3 tokens of prefix and a root, below which two children are read. With room
-    for 4 nodes, `seen` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
-    mask's rows are 1111 1000 and 1111 0100.
+    Example: a cache of capacity 8 contains 3 tokens of prefix and a root; a pass reads its two children. With room for
+    4 nodes, `seen` is 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the mask's rows are
+    1111 1000 and 1111 0100.
 
     Args:
         cache: a `FixedCache`.
-        num_prefix: `[sequences]`, number of prefix tokens in the cache.
+        num_prefix: `[sequences]`, number of tokens in the cache before the root.
     """
     config = model.config.get_text_config(decoder=True)
     begin, prompt = num_prefix[:, None], cache.prompt
@@ -326,7 +325,7 @@ def inputs_in_place(model: CausalLM, cache: Any, nodes: Nodes, num_prefix: Tenso
 
 
 def why_not_in_place(model: CausalLM) -> str | None:
-    """Why a model's passes cannot use the masks and positions of `inputs_in_place`; `None` if they can."""
+    """Why a model's passes cannot be captured with `inputs_in_place`, for a message; `None` if they can."""
     config = model.config.get_text_config(decoder=True)
     if (implementation := config._attn_implementation) != "eager" and not is_replaced(config):
         return f"attn_implementation={implementation!r} takes no mask of ours"
@@ -336,14 +335,15 @@ def why_not_in_place(model: CausalLM) -> str | None:
 
 
 def _of_rows(found: Tensor, columns: Tensor) -> Tensor:
-    """`[sequences, ..., n_query, room]`: of `found` `[..., n_query, n + 2]` the `columns` `[sequences, ..., room]`."""
+    """`[sequences, ..., n_query, room]`: for each row of a layer the column of `found` `[..., n_query, n + 2]` that
+    `columns` `[sequences, ..., room]` names."""
     shape = (len(columns), *found.shape[-columns.dim() : -1], columns.shape[-1])
     return found.expand(*shape[:-1], -1).gather(-1, columns[..., None, :].expand(shape))
 
 
 def _columns(cache: Any, capacity: int, begin: Tensor, nodes: Nodes) -> Tensor:
-    """For each row of a layer the index of its column in `Nodes.columns`, `[sequences, capacity]`. `begin`: length of
-    the prefix, `[sequences, 1]`."""
+    """For each row of a layer with `capacity` rows the index of its column in `Nodes.columns`, `[sequences, capacity]`.
+    `begin`: number of prefix tokens, `[sequences, 1]`."""
     last, prompt = nodes.most + 1, cache.prompt
     if capacity == cache.capacity:
         columns = (span(capacity + 1, begin.device)[1:] - begin).clamp(0, last)

@@ -1,5 +1,5 @@
-"""Recurrent states, which cannot drop tokens: copies that a cache is rolled back to (`RollbackPoint`), and a test of
-whether a model continues correctly from there."""
+"""Recurrent states, which cannot drop tokens: copies to which a cache is rolled back (`RollbackPoint`), and a test of
+whether a model continues correctly from them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ HALF_STATE_TOLERANCE = 0.1
 
 
 class RollbackPoint:
-    """Copies of recurrent and convolution states, which cannot drop tokens, to roll a cache back to. Windows are only
-    referenced, since each pass replaces their keys and values by new tensors.
+    """The state of a cache, to which `roll_back` returns: copies of recurrent and convolution states, which cannot drop
+    tokens, lengths of attention layers, and references to windows, whose tensors each pass replaces.
 
-    Example: a cache of 10 tokens is marked, and a pass over 5 more is made, of which 3 are accepted. `roll_back()`
-    leaves the 10 tokens; the 3 are read again, before any others.
-    """
+    Example: a point is made at 10 tokens, and a pass reads 5 more, of which 3 are accepted. `roll_back()` leaves the 10
+    tokens; the next pass reads the 3 again, before any others."""
 
     def __init__(self, cache: Cache) -> None:
         stop_recording(cache)  # recording is for caches without recurrent states
@@ -44,7 +43,7 @@ class RollbackPoint:
         return sum(copy.nbytes for copies in self.copies for copy in copies)
 
     def roll_back(self) -> None:
-        """Restore the marked cache, wherever a pass was interrupted."""
+        """Restore the cache, even if a pass was interrupted between layers."""
         for layer, copies in zip(self.recurrent, self.copies, strict=True):
             for state, copy in zip(_states(layer), copies, strict=True):
                 state.copy_(copy)
@@ -57,7 +56,7 @@ class RollbackPoint:
 
 
 def stop_recording(cache: Cache) -> None:
-    """Let sliding windows and convolutions drop old tokens again. Later `crop` calls cannot restore these."""
+    """Undo `activate_past_recording`: windows and convolutions drop old tokens again, so `crop` cannot restore them."""
     layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "record_past", False):
@@ -65,13 +64,13 @@ def stop_recording(cache: Cache) -> None:
 
 
 def is_recurrent(cache: Cache) -> bool:
-    """Whether a cache contains recurrent states, which cannot drop tokens."""
+    """Whether a cache contains recurrent states of tokens that it has read. Such states cannot drop tokens."""
     recurrent = (layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin))
     return any(any(layer.is_recurrent_states_initialized.values()) for layer in recurrent)
 
 
 def _states(layer: Any) -> list[Tensor]:
-    """A recurrent layer's states, including those of its convolutions."""
+    """The recurrent and convolution states of a cache layer."""
     states = (*layer.conv_states.values(), *layer.recurrent_states.values())
     return [state for state in states if state is not None]
 
@@ -83,11 +82,10 @@ _can_roll_back: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
 
 
 def why_no_rollback(model: CausalLM) -> str | None:
-    """Why a model cannot continue from a restored recurrent state; `None` if it can, or has no such state.
+    """Why a model cannot continue from a restored recurrent state; `None` if it can, or has no recurrent state.
 
-    The model itself is tested, once, because some families read several tokens at once only at the beginning of a
-    sequence. After an exception the next call tests again.
-    """
+    `state_error` tests the model itself, once, because some families read several tokens at once only at the beginning
+    of a sequence. After an exception the next call tests again."""
     if not keeps_recurrent_state(model):
         return None
     if model not in _can_roll_back:
@@ -108,12 +106,11 @@ def why_no_rollback(model: CausalLM) -> str | None:
 
 
 def state_error(model: CausalLM) -> float:
-    """The larger of two relative errors of a model with recurrent states.
+    """The larger of two relative errors of a model with recurrent states, from a few passes over 14 tokens.
 
     First, the error of the logits after a roll-back, compared with one pass over the whole sequence, relative to the
     variation of the logits. Second, the difference of the states after a pass over several tokens and after passes over
-    one token each, relative to the size of the states: some families compute them differently.
-    """
+    one token each, relative to the size of the states: some families compute them differently."""
     device = input_device(model)
     with trying(model) as read:
         vocab = num_embeddings(model)
@@ -140,7 +137,7 @@ def state_error(model: CausalLM) -> float:
 
 
 def _difference(states: list[list[Tensor]], others: list[list[Tensor]]) -> float:
-    """The largest relative difference between recurrent states, computed per head: a single head may differ."""
+    """The largest relative difference between `RollbackPoint.copies`, computed per head: a single head may differ."""
     errors = [0.0]
     for state, other in zip(chain.from_iterable(states), chain.from_iterable(others), strict=True):
         heads, theirs = (each.to(widest(each.device)).flatten(2 if each.dim() > 3 else 1) for each in (state, other))

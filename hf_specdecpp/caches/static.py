@@ -1,4 +1,4 @@
-"""Static caches of a target: a call uses a growing copy (`as_growing`), whose contents are copied back at the end."""
+"""A call with a static cache uses a growing copy (`as_growing`), whose contents are copied back at its end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 
 def as_growing(target: CausalLM, static: StaticCache, rows: int, longest: int) -> DynamicCache:
-    """A copy of a static cache that can grow.
+    """A copy of a static cache that can grow and be rolled back.
 
     Args:
         rows: number of sequences in the batch.
-        longest (tokens): the maximum length of the sequence, including the tokens in the cache.
+        longest (tokens): the maximum length of the sequence at the end of the call.
 
     Raises:
         ValueError: the contents could not be copied back at the end, as with several rows or too small a window.
@@ -37,11 +37,10 @@ def as_growing(target: CausalLM, static: StaticCache, rows: int, longest: int) -
 
 
 def copy_back(static: StaticCache, growing: DynamicCache) -> None:
-    """Replace the contents of a static cache by those of a growing one; `IndexError` if they do not fit.
+    """Replace the contents of a static cache by those of the growing copy; `IndexError` if they do not fit.
 
     Example: after 10 tokens a growing layer with a window of 4 has the last 3. They become rows 1 to 3 of the static
-    layer; row 0 is zero, and dropped with the next token.
-    """
+    layer. Row 0 is zero; the next token displaces it."""
     for layer, theirs in _pairs(static, growing):
         length = int(theirs.get_seq_length())
         if length > layer.max_cache_len and not layer.is_sliding:
@@ -56,7 +55,7 @@ def copy_back(static: StaticCache, growing: DynamicCache) -> None:
 
 
 def with_static(found: Any, static: StaticCache, growing: DynamicCache) -> Any:
-    """The output `found` of `generate()` with the static cache, and with attentions padded to its width."""
+    """`found`, the output of `generate()`, with the static cache in it, and with attentions padded to its size."""
     if isinstance(found, Tensor) or found[CACHE] is not growing:  # some models replace the cache
         return found
     found[CACHE] = static
@@ -67,7 +66,7 @@ def with_static(found: Any, static: StaticCache, growing: DynamicCache) -> Any:
 
 
 def _pairs(static: StaticCache, growing: DynamicCache) -> list[tuple[Any, Any]]:
-    """Pairs of a static and a growing layer of equal depth, without layers that use the keys of other layers."""
+    """Pairs of a static layer and the growing layer of equal index. Layers that use other layers' keys are left out."""
     both = zip(list[Any](static.layers), list[Any](growing.layers), strict=True)
     return [(layer, other) for layer, other in both if isinstance(layer, StaticLayer)]
 
@@ -77,6 +76,7 @@ def _widened(attention: Tensor, room: int) -> Tensor:
 
 
 def _unfit(target: CausalLM, static: StaticCache, growing: DynamicCache, rows: int, longest: int) -> str | None:
+    """Why `as_growing` cannot be used, as a clause for its message; `None` if it can."""
     name, layers, others = type(target).__name__, list[Any](static.layers), list[Any](growing.layers)
     if rows > 1:
         return f"the {rows} rows of a batch accept different numbers of candidates, and it has one length"

@@ -1,5 +1,5 @@
-"""For targets that run foreign code: a test, during generation, of whether passes over several tokens give the results
-of passes over one (`Trial`), and a saved state of a cache (`SavedCache`)."""
+"""For targets that run foreign code: a test, during generation, of whether passes over several tokens compute what
+passes over single tokens compute (`Trial`), and a saved state of a cache (`SavedCache`)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ ReadAgain = Callable[[Tensor, int], tuple[Tensor, Any]]
 
 
 class Trial:
-    """Compares passes over several tokens of a sequence with passes over fewer.
+    """During one generation, compares passes over several tokens with passes over fewer.
 
     Generation begins with passes over one token. Then the first 2 tokens are read again in one pass, in a copy of the
     cache from before them. If logits, keys and values are equal up to rounding, rounds may read 2 tokens; next, a pass
-    over 4 tokens is compared with those over 2, and so on. Each comparison calls the foreign code once more. Results
-    are kept for later sequences until the foreign code changes.
+    over 4 tokens is compared with those over 2, and so on. Each comparison calls the foreign code once more.
 
     Args:
-        passes: the results so far, which are updated.
+        passes: the results for this target's foreign code, also of earlier generations; updated here.
         most: the most candidates of a round.
-        read_again: gets the sequence and a number n, reads the first n tokens since the trial began in one pass, and
-            returns logits `[n, vocab]` and a copy of the cache (`generation.single_target.reader_again`).
+        read_again: a function that gets the sequence `[1, length]` and a number n, reads the first n tokens since the
+            trial began in one pass, and returns logits `[n, vocab]` and the copy of the cache (`reader_again`).
     """
 
     def __init__(self, target: CausalLM, passes: ForeignPasses, most: int, read_again: ReadAgain) -> None:
@@ -50,7 +49,7 @@ class Trial:
 
     @property
     def max_candidates(self) -> int | None:
-        """The most candidates of the next round; `None`: no limit."""
+        """The most candidates of the next round, by the comparisons so far; `None`: no limit."""
         if self.passes.reason is not None:
             return 0
         width = self.passes.width
@@ -58,12 +57,12 @@ class Trial:
 
     @property
     def _next(self) -> int:
-        """Number of tokens in the next comparison."""
+        """Number of tokens in the pass of the next comparison."""
         return min(2 * self.passes.width, self._most_tokens)
 
     def record_pass(self, logits: Tensor, ids: Tensor, cache: Cache) -> None:
-        """Called after a round, with `logits` `[n, vocab]` after the n committed tokens, and the sequence `ids`
-        `[1, length]`, of which `cache` holds all but the last token."""
+        """Called after each round; makes the next comparison once enough tokens are read. `logits`: `[n, vocab]`, after
+        the n committed tokens; `ids`: `[1, length]`, the sequence, of which `cache` holds all but the last token."""
         if self.passes.reason is not None or self.passes.width >= self._most_tokens or self._read_again is None:
             self._read_again = None  # frees the saved cache
             return
@@ -87,11 +86,12 @@ class Trial:
         self.passes.width = count
 
     def refuse(self, reason: str) -> None:
-        """Allow no candidates in the rest of this sequence and in later ones."""
+        """Allow no candidates in the rest of this sequence and in later ones, because of `reason`, a clause."""
         self.passes.reason = f"{self._name} runs {self.passes.name}, with which {reason}"
 
     def _error(self, logits: Tensor, copied: Cache, cache: Cache) -> float:
-        """The largest error of logits, keys and values of the compared tokens; infinite if those before them differ."""
+        """The largest error of a repeated pass: of its `logits`, and of keys and values in its cache `copied`. Infinite
+        if those of earlier tokens differ."""
         count, errors = len(logits), [largest_error(logits, torch.stack(self._logits))]
         layers: Any = zip(copied.layers, cache.layers, strict=True)
         pairs = [pair for one, own in layers for pair in ((one.keys, own.keys), (one.values, own.values))]
@@ -103,18 +103,17 @@ class Trial:
 
 
 class SavedCache:
-    """The state of a cache without copies of tensors: its layers replace tensors instead of writing to them.
+    """A saved state of a cache, without copies of tensors, which passes replace and never write to.
 
-    Example: a cache of 10 tokens is saved; after a pass over 3 more a hook leaves 6 tokens. `grew_by(3)` is false, and
-    `roll_back()` restores the 10.
-    """
+    Example: a cache of 10 tokens is saved; after a pass over 3 more, a hook has left 6 tokens. `grew_by(3)` is false,
+    and `roll_back()` restores the 10."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self._states = [dict(vars(layer)) for layer in cache.layers]
 
     def grew_by(self, count: int) -> bool:
-        """Whether every layer with keys has `count` tokens more than when it was saved."""
+        """Whether every layer with keys has `count` tokens more now than when the cache was saved."""
         pairs: Any = zip(self._states, self.cache.layers, strict=True)
         lengths = [(state["keys"].shape[-2], layer.keys.shape[-2]) for state, layer in pairs if layer.keys is not None]
         return all(now - then == count for then, now in lengths)
@@ -125,7 +124,7 @@ class SavedCache:
             vars(layer).update(state)
 
     def copied(self) -> Any:
-        """A copy of the saved cache, which passes may change."""
+        """A copy of the cache in its saved state. Passes over the copy change neither the cache nor the saved state."""
         copied = copy.copy(self.cache)
         copied.layers = [copy.copy(layer) for layer in self.cache.layers]
         for layer, state in zip(copied.layers, self._states, strict=True):
@@ -134,7 +133,7 @@ class SavedCache:
 
 
 def can_be_saved(cache: Cache) -> bool:
-    """Whether `SavedCache` supports a cache: all layers are attention layers without recurrent states."""
+    """Whether `SavedCache` supports a cache: whether all layers are attention layers without recurrent states."""
     return all(
         isinstance(layer, ATTENTION_LAYERS) and not isinstance(layer, LinearAttentionCacheLayerMixin)
         for layer in cache.layers
@@ -142,8 +141,8 @@ def can_be_saved(cache: Cache) -> bool:
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two tensors `[..., n]`, relative to the mean absolute deviation of `expected`, without
-    the lowest number of each row, which may mask tokens."""
+    """The largest difference between two tensors `[..., n]`, divided by the mean absolute deviation of `expected`. The
+    deviation leaves out the lowest number of each row, such as -inf for masked tokens."""
     if torch.equal(found, expected):
         return 0.0
     found, expected = found.double(), expected.double()

@@ -1,4 +1,4 @@
-"""The draft in captured rounds (`CapturedDraft`): draws the candidates of all levels in one function of tensors."""
+"""The draft in captured rounds (`CapturedDraft`): draws a round's candidates on the device, and keeps its own cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_specdecpp.caches.masks import span
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.draft_steps import DrawnLevel, RoundSteps, Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedContext
-from hf_specdecpp.cuda_graphs.graphs import lasting
+from hf_specdecpp.cuda_graphs.graphs import host_zeros, lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator, lag_of
@@ -28,8 +28,9 @@ READ_AT_ONCE = 2048  # tokens of a prompt per pass: the mask is quadratic
 
 
 class RoundShape(NamedTuple):
-    """Shape of a round's candidates: `levels` of `width` nodes each, 1 in chains, or 0 levels and a chain of at most
-    `given` candidates that the host has looked up. Without both the round has no candidates."""
+    """Shape of a captured round's candidates: `levels` of `width` nodes, 1 in chains, that the draft draws, or 0 levels
+    and a chain of at most `given` candidates that the host has looked up. Example: (5, 3) is a tree of 15 candidates,
+    (7, 1) a chain of 7, (0, 1, 7) one of up to 7 looked-up candidates, and (0, 1) a round without candidates."""
 
     levels: int
     width: int = 1
@@ -42,13 +43,14 @@ class RoundShape(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundRules:
-    """How candidates of a sequence are drawn, estimated and verified.
+    """How the candidates of a call are drawn, estimated and verified in captured rounds.
 
     Attributes:
         greedy: whether draft and target choose their likeliest tokens.
-        draft_processing, processing: compute q and p from logits.
+        draft_processing, processing: compute q from the draft's logits, and p from the target's; `processing` does
+            nothing if graphs cannot run the target's processors, so that the host runs them (`Process`).
         estimator: estimates acceptance; `None` if estimates are not used.
-        threshold, min_tokens: of SpecDec++'s stopping rule; threshold `None` if all candidates are submitted.
+        threshold, min_tokens: of SpecDec++'s stopping rule; `threshold` is `None` if all candidates are submitted.
         verification: method for sampled candidates.
     """
 
@@ -62,21 +64,21 @@ class RoundRules:
 
     @property
     def asks_for_text(self) -> bool:
-        """Whether a processor depends on the prefix."""
+        """Whether any processor depends on the tokens of the sequence."""
         return not (self.draft_processing.prefix_free and self.processing.prefix_free)
 
     @property
     def head_of_slots(self) -> AcceptanceHead | None:
-        """The head that values slots of trees; `None` if q does."""
+        """The acceptance head that estimates the acceptance of siblings in trees; `None` if q estimates it."""
         return self.estimator if isinstance(self.estimator, AcceptanceHead) and lag_of(self.estimator) < 1 else None
 
     def num_judged(self, count: int) -> int:
-        """Number of estimates of a chain of `count` candidates; with `inputs="after"` the last has none."""
+        """Number of estimates for a chain of `count` candidates: with `inputs="after"` there is none for the last."""
         return 0 if self.estimator is None else max(count - max(lag_of(self.estimator), 0), 0)
 
     @property
     def key(self) -> Hashable:
-        """A key with everything in the rules that a graph depends on."""
+        """A key that is equal for two rules if a graph captured with one is valid for the other."""
         both = self.draft_processing.processors, self.processing.processors
         processors = [[each.kind if isinstance(each, Warpers) else each for each in own] for own in both]
         described = (*identity(*processors, by_value=True), *identity(self.estimator))
@@ -85,14 +87,14 @@ class RoundRules:
 
 @cache  # because graphs contain the address of the tensor
 def depths_of(shape: RoundShape, device: torch.device) -> Tensor:
-    """`[nodes + 1]`: level 0 of the root, then the level of each candidate, from 1."""
+    """`[nodes + 1]`, the depths of the root (0) and of each candidate: 0, 1, 1, 2, 2 for two levels of two nodes."""
     with lasting():
         return (span(shape.nodes + 1, device) + shape.width - 1) // shape.width
 
 
 class Drawn(NamedTuple):
     """A level of a tree, `[texts, width]` each: tokens, `parents` (indices in the level above), `values` (estimated
-    survival), `judged` (uncalibrated estimates); `q` `[texts, m, vocab]` of the first children of the m nodes above."""
+    survival), `judged` (uncalibrated estimates); and `q` `[texts, m, vocab]`, after the m nodes of the level above."""
 
     tokens: Tensor
     parents: Tensor
@@ -102,9 +104,10 @@ class Drawn(NamedTuple):
 
 
 class CapturedDraft:
-    """The draft in the rounds of one sequence, or of the rows of a batch, with all draft steps in one graph.
+    """The draft in the captured rounds of one sequence, or of the rows of a batch.
 
-    At the beginning of a round the draft reads a window of `width` tokens: `steps.again` tokens that it has read
+    `take_given`, `propose` and `settle` are parts of a round's graph; the host calls the other methods between rounds.
+    At the beginning of a round the draft reads its window of `width` tokens: `steps.again` tokens that it has read
     before, the tokens emitted since, the latest of which has index `last`, then dummies. With each token a draft that
     reads states gets the target's state at the token before. After a round the draft's cache drops all candidates.
 
@@ -115,9 +118,9 @@ class CapturedDraft:
         steps: the draft's steps.
         shapes: all shapes that rounds may have; `nodes` is the largest number of candidates.
         rows: number of rows of the batch, `texts` below.
-        spare: room in the window for tokens of rounds without candidates.
+        spare: room in the window for tokens of rounds in which the draft does not read.
         target: the sequences in the target's cache.
-        greedy: if true, q is not stored.
+        greedy: whether the likeliest tokens are chosen, so that `q` is not needed.
 
     Attributes:
         candidates, parents: `[texts, nodes]`, of the latest round. `parents`, unused for chains, are 0 for the root, 1
@@ -126,10 +129,10 @@ class CapturedDraft:
         q: `[texts, nodes, vocab]`, distributions of the first child of the root and of each node above the last level:
             in chains, of each candidate; `None` if greedy.
         count: `[texts]`, number of submitted candidates.
-        estimates: `[texts, nodes]` float64, uncalibrated.
+        estimates: `[texts, nodes]` float64, uncalibrated estimates of the candidates' acceptance.
         shift: `[bins]`, the numbers that calibration adds to log-odds.
         alive: `[texts]` int64, 0 for sequences that have ended.
-        pending: the largest `last + 1`, on the host; the window is full at `width`.
+        pending: the host's copy of the largest `last + 1`; the window is full if it is `width`.
         most_rows: the most rows of the cache that a round writes.
         context: the sequences in the draft's cache.
     """
@@ -162,15 +165,15 @@ class CapturedDraft:
 
     @property
     def changes(self) -> list[Tensor]:
-        """Tensors that a round first reads and then changes."""
+        """The tensors that a round reads before it changes them, so that they are restored after a capture."""
         found = [self.tokens, self.last, self.context.cache.length]
         return found if self.states is None else [*found, self.states]
 
     def begin_texts(self, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """Read new sequences except their last tokens, which remain for the first window.
+        """Begin new sequences: read their tokens except the last ones, which are the first round's window.
 
         `tokens`: `[texts, n]`, the first `padding` `[texts]` of them hidden; `states`: `[texts, n, size]`, for each
-        token the target's state at the token before, or `None`."""
+        token the target's state at the token before, or `None` if the draft reads none."""
         (texts, count), again = tokens.shape, self.steps.again
         self.context.begin_text(torch.Size((texts, 1)) if texts > 1 else None)
         # Not smaller than the target's, which would grow it in the first round.
@@ -193,27 +196,27 @@ class CapturedDraft:
         self.pending = count - end
 
     def close(self) -> None:
-        """Free the caches, including that of the current sequence."""
+        """Free all caches, including the one in use."""
         self.context.made.clear()
         self.context.cache = None
 
     def record_lengths(self, emitted: int, drafted: bool) -> None:
-        """Update `pending` after a round. `emitted`: most tokens of a sequence; `drafted`: whether the draft read."""
+        """Update `pending` after a round. `emitted`: the most tokens of any sequence; `drafted`: as in `settle`."""
         self.pending = emitted + (min(self.pending, self.steps.again) if drafted else self.pending)
 
     def continue_with(self, active: Sequence[int]) -> None:
-        """Mark all sequences as ended except those with the indices `active`."""
+        """Mark all sequences as ended but those with the indices `active`. Their rows no longer advance."""
         self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.alive))]))
 
     def calibrate(self, rates: AcceptanceRates | None) -> None:
-        """Calibrate estimates by these rates; `None`: not at all."""
+        """Called before rounds with drafts: calibrate estimates by what `rates` have learned; `None`: not at all."""
         shift = None if rates is None else rates.shift
         if shift is not self._shift:
             self._shift = shift
             self.shift.copy_(torch.tensor([0.0] * len(self.shift) if shift is None else shift, dtype=torch.float32))
 
     def give(self, chains: Mapping[int, Sequence[int]]) -> None:
-        """Upload the candidates of a round with `RoundShape.given`: a chain for each active sequence, by its index."""
+        """Upload looked-up candidates for a round with `RoundShape.given`: a chain for each active sequence's index."""
         self.host_given.zero_()
         for place, tokens in chains.items():
             self.host_given[place, : 1 + len(tokens)] = torch.tensor([len(tokens), *tokens])
@@ -222,15 +225,15 @@ class CapturedDraft:
     # The captured functions ------------------------------------------------------------------------------------------
 
     def take_given(self, most: int) -> None:
-        """Let the candidates of `give`, at most `most` of each sequence, be those of the round. Their q is 1."""
+        """Make the candidates of `give`, at most `most` of each sequence, those of the round. Their q is 1."""
         self.count.copy_(self.given[:, 0])
         self.candidates[:, :most] = self.given[:, 1 : 1 + most]
         if self.q is not None:
             self.q[:, :most].zero_().scatter_(2, self.candidates[:, :most, None], 1.0)
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Draw all levels, and count the candidates up to the stop of the rule. `text`: `[texts, n]`, prefixes, if a
-        processor depends on them."""
+        """Read the window and draw a round's candidates: sets `candidates` and `count`, in trees also `parents` and
+        `ancestors`. `text`: `[texts, n]`, the sequences, if a processor depends on them."""
         cache = self.context.cache
         before = cache.length.clone()
         depths = depths_of(shape, self.device)[1:] - 1
@@ -240,8 +243,8 @@ class CapturedDraft:
         cache.length.copy_(before)
 
     def _draw_chain(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Draw a chain, and count the candidates up to the stop of the rule: including the candidate at which it stops,
-        but excluding this one if its estimate is known before the draw."""
+        """Draw a whole chain, and count the candidates up to the stop of the rule (`RoundRules.threshold`): including
+        the candidate at which it stops, but excluding this one if its estimate is known before the draw."""
         levels, places = shape.levels, span(shape.levels, self.device)
         (logits, hidden), drawn, judged = next(steps), [], []
         for place in range(taken := max(levels, self.steps.least)):
@@ -276,8 +279,10 @@ class CapturedDraft:
                 self.count.copy_(until_stop.minimum(self.count))
 
     def _draw_tree(self, steps: Unrolled, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
+        """Draw a tree level by level. All nodes are submitted."""
         nodes, width, places = shape.nodes, shape.width, span(shape.nodes + 1, self.device)
         (logits, hidden), judged, itself = next(steps), [], places[1:] == places[1:, None]
+        # Of the level above, at first the root: numbers as in `parents`, survival, and candidates on the path.
         numbers, values = places[:1].expand(len(self.last), 1), self.shift.new_ones((len(self.last), 1))
         seen = self.ancestors.new_zeros((len(self.last), 1, nodes))
         for place in range(shape.levels):
@@ -288,7 +293,7 @@ class CapturedDraft:
             own = slice(place * width, (place + 1) * width)
             self.candidates[:, own], self.parents[:, own] = drawn.tokens, numbers.gather(1, drawn.parents)
             if self.q is not None:
-                self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q
+                self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q  # by number of the node above
             seen = on_device.rows_at(seen, drawn.parents) | itself[own]
             self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
             judged.append(drawn.judged)
@@ -300,7 +305,8 @@ class CapturedDraft:
         self.count.fill_(nodes)
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw the level below m nodes by `DraftStep.scores` `[texts, m, vocab]`. `values`: `[texts, m]`, survival."""
+        """Draw the next level: `width` nodes, in the best slots below m nodes of a level, by the draft's scores after
+        these. `values`: `[texts, m]`, estimated survival of the m nodes."""
         q = step.scores if rules.greedy else step.q
         # [texts, m, width], in order
         tokens = (q if rules.greedy else q / exponential(*q.shape, device=q.device)).topk(width).indices
@@ -319,19 +325,19 @@ class CapturedDraft:
         return Drawn(tokens, chosen // width, values, q, judged)
 
     def _calibrated(self, estimates: Tensor) -> Tensor:
-        """`AcceptanceRates.calibrated` for tensors."""
+        """`AcceptanceRates.calibrated` for a tensor of estimates, by the rates of `calibrate`."""
         shift = self.shift[torch.bucketize(estimates.contiguous(), self.edges, right=True)]
         return (estimates.clamp(1e-4, 1.0 - 1e-4).logit() + shift).sigmoid()
 
     def settle(self, accepted: Tensor, new: Tensor, states: Tensor | None, drafted: bool) -> None:
-        """Add emitted tokens to the window, and drop the tokens that the draft has read. Called after verification.
+        """Make the next round's window: drop the tokens that the draft has read, and append the emitted tokens.
 
         Args:
             accepted: `[texts]`, the number of accepted candidates.
-            new: `[texts, k + 1]`, the accepted candidates, then the next token.
-            states: `[texts, k + 1, size]`, the target's at the sequence's last token and at the candidates, for a draft
-                that reads them.
-            drafted: whether the draft has read the window.
+            new: `[texts, k + 1]`, the accepted candidates, then the next token, then arbitrary tokens.
+            states: `[texts, k + 1, size]`, the target's states at the last token before the round and at the candidates
+                of `new`; `None` if the draft reads none.
+            drafted: whether the draft has read the window in this round.
         """
         count, last = new.shape[1], self.last
         if drafted and not self.steps.again:  # the draft has read all; what ended sequences would read does not matter
@@ -356,15 +362,10 @@ class CapturedDraft:
         last.addcmul_(accepted + 1, self.alive).sub_(read)
 
 
-def host_zeros(tensor: Tensor) -> Tensor:
-    """Zeros on the host, of the shape and dtype of `tensor`, to and from which a CUDA device copies without waiting."""
-    zeros = torch.zeros_like(tensor, device="cpu")
-    return zeros.pin_memory() if tensor.device.type == "cuda" else zeros
-
-
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
-    """Prefixes `[texts, m, length + n]` of m nodes, for processors: `text` `[texts, length]`, then the `candidates`
-    `[texts, n]`, of which each that a node has not `seen` `[texts, m, n]` is replaced by the last token of `text`."""
+    """`[texts, m, length + n]`, the tokens up to each of m nodes: the sequences `text` `[texts, length]`, then those of
+    the `candidates` `[texts, n]` that the node has `seen` `[texts, m, n]`. The last token of `text` replaces others:
+    captured processors depend on the set of tokens only."""
     count = seen.shape[1]
     path = torch.where(seen, candidates[:, None], text[:, -1:, None])
     return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

@@ -1,9 +1,8 @@
 """Rounds as one launch of a CUDA graph and one read of the result (`CapturedRounds`), for chains, trees and batches.
 
-The graph contains the draft's steps, the target's pass, the verification and the input of the next round. If logits
-processors of the target cannot be captured, the verification is a graph of its own, and the host calls the processors
-in between. Decisions of the host in other rounds, such as where the stopping rule ends the draft, are computed on the
-device (`on_device`)."""
+The graph contains the draft's steps and the target's pass (`_pass`), and verification, commit and the input of the next
+round (`_settle`). If logits processors of the target cannot be captured, these are two graphs, and the host calls the
+processors in between. The device also decides where the stopping rule ends a chain (`on_device`)."""
 
 from __future__ import annotations
 
@@ -17,17 +16,10 @@ from torch.nn import functional
 
 from hf_specdecpp.caches.masks import Nodes, kept_chain_nodes, span
 from hf_specdecpp.cuda_graphs import on_device
-from hf_specdecpp.cuda_graphs.captured_draft import (
-    CapturedDraft,
-    RoundRules,
-    RoundShape,
-    depths_of,
-    host_zeros,
-    with_paths,
-)
+from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape, depths_of, with_paths
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.fixed_cache import with_rows
-from hf_specdecpp.cuda_graphs.graphs import MOST_GRAPHS, lasting, restoring, write_lasting
+from hf_specdecpp.cuda_graphs.graphs import MOST_GRAPHS, host_zeros, lasting, restoring, write_lasting
 from hf_specdecpp.sampling.processors import Warpers
 from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.trees.tree import Chain, DraftTree
@@ -41,9 +33,9 @@ Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
 
 class Accepted(NamedTuple):
-    """A verification's result: number `accepted` `[texts]`, next `token` `[texts]` (-1: none can be drawn), `last`
-    accepted node `[texts]` (0: the root), in trees `path` `[texts, levels]`: the accepted candidates, 0 being the first
-    candidate of the round, then arbitrary ones."""
+    """A verification's result: `[texts]` each, the number of `accepted` candidates, the next `token` (-1: none can be
+    drawn) and the `last` accepted node (0: the root, 1: the first candidate). In trees also `path` `[texts, levels]`:
+    indices of the accepted candidates, 0 for the first candidate of the round, then arbitrary ones."""
 
     accepted: Tensor
     token: Tensor
@@ -52,8 +44,8 @@ class Accepted(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """A sequence's round, as read by the host: `tree` of submitted candidates, `path` of accepted nodes (1 is the first
-    candidate), next `token`, and for chains the uncalibrated `estimates` (of trees they are in `tree`)."""
+    """The result of a sequence's round on the host: `tree` of submitted candidates, `path` of accepted nodes without
+    the root (1: the first candidate), next `token`, and for chains uncalibrated `estimates` (of trees in `tree`)."""
 
     tree: DraftTree
     path: list[int]
@@ -62,7 +54,8 @@ class RoundReport(NamedTuple):
 
 
 class CapturedRounds:
-    """The rounds of one target and one draft, for one sequence at a time or for the rows of one batch.
+    """The rounds of one target and one draft, for one sequence at a time or for the rows of one batch. For each call
+    `begin_texts`, then for each round `launch` and `read_reports`.
 
     Example: the sequence ends with 6. The graph drafts 7 8 9 and submits all three. The target reads 6 7 8 9,
     accepts 7 and 8, draws 4, and prepares both models for the next round, which begins with 4. The host reads the
@@ -84,27 +77,28 @@ class CapturedRounds:
 
     @property
     def changes(self) -> list[Tensor]:
+        """The tensors that a round reads before it changes them, so that a capture has to restore them."""
         return [self.token, self._text, self.passes.context.cache.length, *self.draft.changes]
 
     def begin_texts(
         self, rules: RoundRules, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor
     ) -> None:
-        """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors, whose last tokens the target has
-        not read; other arguments as in `CapturedDraft.begin_texts`."""
+        """Begin a call's sequences, after `CapturedTarget.begin_texts`. `texts`: `[texts, length]`, as processors get
+        them; the target has not read the last tokens. Other arguments as in `CapturedDraft.begin_texts`."""
         self._fix_warpers(rules)
         self.rules = rules
         self._active = list(range(len(texts)))
         texts, tokens, padding = map(with_rows, (texts, tokens, padding))
         self.token.copy_(texts[:, -1:])
         self._text = texts
-        # Number of tokens of the prefixes for processors that are not in the target's cache.
+        # Tokens of the sequences minus rows of the target's cache: 1, unless the cache has rows of another kind.
         self._ahead = texts.shape[1] - self.passes.context.num_tokens
         self.draft.begin_texts(tokens, None if states is None else with_rows(states), padding)
         self.draft.continue_with(self._active)
 
     def _fix_warpers(self, rules: RoundRules) -> None:
         """Copy `Warpers.numbers` (temperature, top-p, ...) to tensors that graphs read, and let `Warpers` use these.
-        Also set the mark of equal rules in the keys of graphs."""
+        Also set `_rules_mark`, one object for all rules of equal `key`, for the keys of graphs."""
         if len(self._rules) >= MOST_GRAPHS:
             self._rules.clear()
         self._rules_mark = self._rules.setdefault(rules.key, object())
@@ -117,26 +111,26 @@ class CapturedRounds:
             each.numbers = self._warper_numbers[place].copy_(each.numbers)
 
     def continue_with(self, active: Sequence[int]) -> None:
-        """Continue with these sequences only; the others no longer change."""
+        """Continue with the sequences with the indices `active` only. The others have ended and no longer change."""
         if list(active) != self._active:
             self._active = list(active)
             self.draft.continue_with(self._active)
 
-    def propose(self, shape: RoundShape, length: int, process: Process | None) -> None:
-        """Launch the round. `length`: tokens of the longest sequence; `process`: runs the target's processors, if these
-        cannot be captured; not stored, because it refers to the target."""
-        self.passes.context.num_tokens = length - self._ahead
+    def launch(self, shape: RoundShape, length: int, process: Process | None) -> None:
+        """Launch a round, from draft to commit. `length`: tokens of the longest sequence; `process`: runs the target's
+        processors on the host, if these cannot be captured; not stored, because it refers to the target."""
+        self.passes.context.num_tokens = length - self._ahead  # anew in each round: rows of a batch end
         self._grow_caches(shape)
-        self._launch(shape, process)
+        self._run_graphs(shape, process)
 
-    def verify(self, shape: RoundShape) -> list[RoundReport]:
-        """Wait for the round. Returns a report for each active sequence, in the order of `continue_with`."""
-        reports = [self._report_of(row, shape) for row in self._read_report().values()]
+    def read_reports(self, shape: RoundShape) -> list[RoundReport]:
+        """Wait for the launched round: a report for each active sequence, in the order of `continue_with`."""
+        reports = [self._report_of(row, shape) for row in self._read_rows().values()]
         self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
         return reports
 
-    def _read_report(self) -> dict[int, list[Any]]:
-        """Wait for the round: the report's row of each active sequence, by the sequence's index."""
+    def _read_rows(self) -> dict[int, list[Any]]:
+        """Wait for the device: the row of `report` of each active sequence, by the sequence's index."""
         self.host_report.copy_(self.report, non_blocking=True)
         self._wait()
         first = HEADER + 2 * self.draft.nodes
@@ -144,12 +138,12 @@ class CapturedRounds:
         return {text: rows[text] + estimates[text] for text in self._active}
 
     def time(self, shape: RoundShape, process: Process | None) -> float:
-        """The shortest of `TIMED_ROUNDS` rounds of a shape, in seconds. All are rolled back."""
+        """Run three rounds (`TIMED_ROUNDS`) of a shape and roll all back. Returns the seconds of the shortest."""
         self._grow_caches(shape)
         restore, taken = restoring(self.changes), []
         for _ in range(TIMED_ROUNDS):
             begin = time.perf_counter()
-            self._launch(shape, process)
+            self._run_graphs(shape, process)
             self._wait()
             taken.append(time.perf_counter() - begin)
             restore()
@@ -157,6 +151,7 @@ class CapturedRounds:
         return min(taken)
 
     def _grow_caches(self, shape: RoundShape) -> None:
+        """Make room for the rows of a round in both caches, and in the sequences for processors."""
         most = self.passes.context.num_tokens + max(shape.nodes + 1, self._ahead + self.draft.most_rows)
         capacity = self.passes.context.with_capacity(most).capacity
         self.draft.context.with_capacity(capacity)  # equal sizes: otherwise each pair of sizes needs graphs
@@ -169,27 +164,28 @@ class CapturedRounds:
             self._text[:, : known.shape[1]] = known
             self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
 
-    def _launch(self, shape: RoundShape, process: Process | None) -> None:
+    def _run_graphs(self, shape: RoundShape, process: Process | None) -> None:
+        """Run the graph of a round; with `process` the graph of its pass, the processors, and the graph of the rest."""
         rules = self.rules  # which the graphs keep alive
         key = self, *self.passes.context.key, shape, self._rules_mark
         text = self._text if rules.asks_for_text else None
-
-        def read() -> None:
-            write_lasting(found, self._pass(shape, rules, text))
-            self._fill_report([self.draft.count] * 3)
-
         if process is None:
             return self._run(("round", *key), lambda: self._settle(self._pass(shape, rules, text), shape, rules, text))
         found = self._outputs.setdefault(shape, [])
-        self._run(("pass", *key), read)
-        for each, row in self._read_report().items():
+
+        def run_pass() -> None:
+            write_lasting(found, self._pass(shape, rules, text))
+            self._fill_report([self.draft.count] * 3)  # for the candidates only: nothing is verified yet
+
+        self._run(("pass", *key), run_pass)
+        for each, row in self._read_rows().items():
             tree = self._tree(row, shape)
             scores = found[0][each, : len(tree) + 1]
             scores.copy_(process(each, tree, scores))
         return self._run(("settle", *key), lambda: self._settle(found, shape, rules, text))
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
-        """Run a function by its graph."""
+        """Run a part of a round by its graph. A new graph is captured first, and `changes` restored after that."""
         changes = [] if key in self.graphs else self.changes
         if changes and key[0] == "settle":  # rows of a tree, which warm-ups would move several times
             first = self.passes.context.num_tokens
@@ -203,8 +199,8 @@ class CapturedRounds:
     # The captured functions ------------------------------------------------------------------------------------------
 
     def _pass(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> list[Tensor]:
-        """Draft, or take looked-up candidates, and run the target's pass: logits `[texts, nodes + 1, vocab]`, then the
-        watched states."""
+        """Draft, or take looked-up candidates, and run the target's pass over the last token and all candidates: logits
+        `[texts, nodes + 1, vocab]`, then the watched states."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
         if shape.levels:
             draft.propose(shape, rules, text)
@@ -215,7 +211,7 @@ class CapturedRounds:
         return [logits.float(), *states]
 
     def _nodes(self, shape: RoundShape) -> Nodes:
-        """The root and the candidates, as read by the pass."""
+        """The root and the candidates, as the target's pass reads them: in trees by level."""
         size, device = shape.nodes + 1, self.passes.device
         if shape.width == 1:
             return kept_chain_nodes(size, device)
@@ -223,13 +219,14 @@ class CapturedRounds:
         return Nodes(self.draft.ancestors[:, :size, :size], depths, depths)
 
     def _fill_report(self, verified: Sequence[Tensor]) -> None:
-        """Fill the report. `verified`: `[texts]` each, the first three fields of `Accepted`."""
+        """Fill `report` for the host. `verified`: `[texts]` each, the first three fields of `Accepted`."""
         draft = self.draft
         columns, estimates = [each[:, None] for each in (*verified, draft.count)], draft.estimates.view(torch.int64)
         self.report.copy_(torch.cat((*columns, draft.candidates, draft.parents, estimates), dim=1))
 
     def _settle(self, found: list[Tensor], shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Verify by the outputs of `_pass`, and prepare the next round."""
+        """Verify by the outputs `found` of `_pass`, fill the report, commit accepted tokens to the target's cache, and
+        prepare the next round: `token`, `text` and the draft's window."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
         scores, *states = found
         candidates, known = draft.candidates[:, :nodes], None
@@ -239,24 +236,25 @@ class CapturedRounds:
         verified = self._accept(rules.processing.of_nodes(scores, known), shape, rules)
         together = torch.cat(states, dim=-1) if states else None
         if verified.path is not None:
-            rows = functional.pad(verified.path + 1, (1, 0))
+            rows = functional.pad(verified.path + 1, (1, 0))  # in the pass: the root's and the accepted nodes'
             passes.context.cache.move(rows)
             candidates = candidates.gather(1, verified.path)
             if together is not None:
                 together = on_device.rows_at(together, rows)
         self._fill_report(verified[:3])
-        # A sequence without a next token ends, but its row of the batch remains.
+        # Token 0 for a sequence without a next token, whose row of the batch remains.
         token, places = verified.token.clamp_min(0)[:, None], span(candidates.shape[1] + 1, passes.device)
         new = torch.where(places < verified.accepted[:, None], functional.pad(candidates, (0, 1)), token)
         length = passes.context.cache.length
         if text is not None:
             text.scatter_(1, length[:, None] + 1 + places, new)
+        # A draft without steps, for lookups only, counts as reading, so that its window does not fill.
         draft.settle(verified.accepted, new, together, drafted=shape.levels > 0 or not draft.steps.most)
         self.token.copy_(token)
         length.addcmul_(verified.accepted + 1, draft.alive)
 
     def _accept(self, scores: Tensor, shape: RoundShape, rules: RoundRules) -> Accepted:
-        """Verify by the target's processed scores `[texts, nodes + 1, vocab]`."""
+        """Verify by `scores` `[texts, nodes + 1, vocab]`, the target's processed logits after root and candidates."""
         draft, (levels, width, _), nodes, seen = self.draft, shape, shape.nodes, self._nodes(shape).seen
         candidates, parents = draft.candidates[:, :nodes], draft.parents[:, :nodes]
         if draft.q is None:
@@ -283,10 +281,10 @@ class CapturedRounds:
     # On the host -----------------------------------------------------------------------------------------------------
 
     def _tree(self, row: list[Any], shape: RoundShape) -> DraftTree:
-        """The submitted candidates in a sequence's row of the report."""
+        """The submitted candidates, from a sequence's row of the report. Their logits stay on the device."""
         nodes, count = self.draft.nodes, min(row[HEADER - 1], shape.nodes)
         candidates, parents, estimates = (row[HEADER + part * nodes :][:count] for part in range(3))
-        none = [NO_SCORES] * count * (not shape.given)  # they stay on the device and are not needed
+        none = [NO_SCORES] * count * (not shape.given)  # for each drawn candidate; looked-up ones have no scores
         tree = Chain(candidates, none) if shape.width == 1 else DraftTree.of(parents, candidates, estimates)
         tree.passes = shape.levels
         return tree

@@ -1,4 +1,4 @@
-"""A target's captured passes, for each width and cache size (`CapturedTarget`), kept as long as the target."""
+"""A target's captured passes (`CapturedTarget`), with a graph for each width and cache size, kept between calls."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyD
 
 
 class CapturedTarget:
-    """The captured passes of one target, for one sequence at a time, or for the rows of one batch.
+    """The captured passes of one target, for one call at a time: for a sequence, or for the rows of a batch.
 
-    `read` pads n tokens with dummies to a width of the next power of two; no token attends to dummies, and their rows
-    are not committed. A graph is captured with the first pass of a width and cache size.
+    `read` and `commit` are for candidates of the host (`PassGraphs`); graphs of whole rounds (`CapturedRounds`) contain
+    `forward`. `read` pads n tokens with dummies to a width of the next power of two; no token attends to dummies, and
+    their rows are not committed. A graph is captured with the first pass of a width and cache size.
 
     Example: 300 tokens are in a cache of 512. A pass over the last token and 4 candidates has width 8 and writes rows
     300 to 307. If 2 candidates are accepted, `commit(3)` leaves 303 rows.
@@ -40,11 +41,11 @@ class CapturedTarget:
         fuse: compile small pieces, as in `for_capture`.
 
     Attributes:
-        busy: whether a generation uses the passes.
-        budget: bounds the memory of the caches.
+        busy: whether a call uses the passes, from the choice of its rounds (`on_graphs`) until `RoundTarget.leave`.
+        budget: bounds the memory of the caches of the target and its drafts.
         graphs: those of passes and of whole rounds.
-        why_not: the reason if the target's passes are never captured.
-        checked: compared widths, as (is a batch, width).
+        why_not: the reason why this target's passes must not be captured; `None` as long as there is none.
+        checked: the pairs (is a batch, width) for which `compare` has found equal logits.
         longest (tokens): the longest sequence that the target has positions for.
         expected (tokens): the most that may follow the next sequences' prompts, candidates included; 0 if unknown.
         context: the current sequence, or the rows of the current batch.
@@ -66,12 +67,12 @@ class CapturedTarget:
         self._reads: tuple[int, ...] = ()  # `StateReader.reads` of the watched states
         self._states = TargetStates(self.model, None)
         self._paths: dict[int, Tensor] = {}  # by width, rows of a path at a fixed address
-        # Whole rounds, kept between sequences, by draft and way of drawing (`generation.captured`).
+        # Of `generation.captured.entering`: `CapturedRounds` and `FastestShapes` by draft, shapes and way of drawing.
         self.rounds: dict[Any, Any] = {}
 
     def compare(self, texts: Sequence[Tensor], widths: Iterable[int], own: Callable[[Tensor], Tensor]) -> str | None:
-        """Compare captured passes of `widths` with a pass of the target itself, because a forward method may compute
-        differently at some widths. Returns the reason if logits differ, else `None`. Checked widths are skipped.
+        """Compare passes for capture, of `widths`, with a pass of the target itself, because a forward may compute
+        differently at some widths. Returns the reason if logits differ, else `None`. Widths in `checked` are skipped.
 
         Args:
             texts: `[1, length]` each: the sequences of `begin_texts` and their last tokens, which are not cached.
@@ -82,8 +83,7 @@ class CapturedTarget:
         widths = sorted(width for width in widths if (several, width) not in self.checked)
         if not widths:
             return None
-        left = self.longest - max(ids.shape[1] for ids in texts)
-        most = int(max(min(widths[-1] - 1, left), 0)) + 1
+        most = int(max(min(widths[-1] - 1, self.longest - max(ids.shape[1] for ids in texts)), 0)) + 1
         tokens = torch.cat([some_tokens(ids, widths[-1]) for ids in texts])
         expected, cache = own(tokens[:, :most]), self.context.with_capacity(self.context.num_tokens + widths[-1])
         if expected.shape[1] < most:
@@ -101,9 +101,9 @@ class CapturedTarget:
         return None
 
     def begin_texts(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
-        """Begin a sequence, or the rows of a batch: copy `num_tokens` tokens of each from a growing cache. `shown`:
-        `[texts, num_tokens]`, false for hidden tokens (`None`: all shown); `position`: `[..., texts, 1]`,
-        position ids of the next tokens."""
+        """Begin a sequence, or the rows of a batch: copy keys and values of `num_tokens` tokens of each from a growing
+        cache. `shown`: `[texts, num_tokens]`, false for hidden tokens, such as padding; `None`: all are shown.
+        `position`: `[..., texts, 1]`, position ids of the next tokens."""
         self.budget.text += 1
         position = with_rows(position, dim=-2)
         self.context.begin_text(position.shape)
@@ -116,15 +116,15 @@ class CapturedTarget:
             fixed.prompt.offset.copy_(position - num_tokens)
 
     def watch(self, reader: StateReader | None) -> None:
-        """Called before a sequence: let its passes return the states for the `reader` of a draft; `None`: none."""
+        """Called before a sequence: let its passes return the states that `reader` reads ("watched"); `None`: none."""
         self._reads = () if reader is None else tuple(reader.reads)
         self._states = TargetStates(self.model, reader)
 
     def read(self, tokens: Tensor, tree: Sequence[Tensor] | None = None) -> Any:
-        """A captured pass over `tokens` `[1, n]`, a chain or a tree. `tree`: ancestors `[width, width]` and depths
-        `[width]`, dummies included.
+        """Run a captured pass over `tokens` `[1, n]`, the last token and the candidates of a chain or tree. `tree`: for
+        trees ancestors `[width, width]` and depths `[width]`, dummies included.
 
-        Returns `logits` `[1, n, vocab]` and watched `states` `[1, n, size]`, which the next pass overwrites."""
+        Returns `logits` `[1, n, vocab]` and watched `states`, `[1, n, size]` each, which the next pass overwrites."""
         count = tokens.shape[1]
         key = width, is_tree, _ = width_of(count), tree is not None, self._reads
         cache = self.context.with_capacity(self.context.num_tokens + width)
@@ -147,15 +147,15 @@ class CapturedTarget:
         return SimpleNamespace(logits=logits, states=states)
 
     def forward(self, cache: FixedCache, tokens: Tensor, nodes: Nodes) -> list[Tensor]:
-        """The captured function: a pass over `tokens` `[texts, width]`, the `nodes` after the sequences in `cache`.
-        Returns logits `[texts, width, vocab]`, then the watched states."""
+        """The function that graphs capture: a pass over `tokens` `[texts, width]`, the queries of `nodes`, after the
+        sequences in `cache`. Returns logits `[texts, width, vocab]`, then the watched states."""
         inputs = pass_inputs(self.model, cache, nodes, cache.length, self.longest) | {self._cache_argument: cache}
         with self._states:
             outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
         return [outputs.logits, *self._states.latest()]
 
     def commit(self, count: int, path: PathRows | None = None) -> None:
-        """Commit `count` tokens of the latest pass: the first ones, or in a tree the first ones of the `path`."""
+        """Commit `count` tokens of the latest `read`: the first ones, or in a tree the first ones of the `path`."""
         if path is not None and num_in_place(path.rows[:count]) < count:
             self.move(path.on_device[:count])
         if count:
@@ -163,7 +163,7 @@ class CapturedTarget:
             self.context.num_tokens += count
 
     def move(self, path: Tensor) -> None:
-        """Move the latest pass's rows `path` `[n]`, ascending, to the first rows after the sequence."""
+        """Move, by a graph, the latest pass's rows `path` `[n]`, ascending, to the first rows after the sequence."""
         cache, width, count = self.context.cache, width_of(len(path)), self.context.num_tokens
         if width not in self._paths:
             with lasting():
@@ -182,7 +182,7 @@ class CapturedTarget:
             run()
 
     def close(self) -> None:
-        """Free all graphs, and all caches but that of the current sequence. Later passes are captured again."""
+        """Free all graphs, and all caches but the one in use. Later passes are captured again."""
         if len(self.graphs):  # otherwise nothing is running
             self.graphs.clear()
         self.rounds.clear()
@@ -190,14 +190,14 @@ class CapturedTarget:
 
 
 def some_tokens(ids: Tensor, count: int) -> Tensor:
-    """`[1, count]` tokens for a comparison: the last four of a sequence `[1, length]`, the last one first, repeated.
-    Earlier tokens are not used, because they may be placeholders of an image."""
+    """`[1, count]` tokens for `CapturedTarget.compare`: the last four of a sequence `[1, length]`, in reverse order,
+    repeated. Earlier tokens are not used, because they may be placeholders of an image."""
     latest = ids[:, -4:].flip(1)
     return latest.repeat(1, -(-count // latest.shape[1]))[:, :count]
 
 
 def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """In words, how the logits `[..., vocab]` of a captured pass differ from the expected; `None` within tolerance.
+    """How logits `[..., vocab]` differ from the `expected`, for a message; `None` if rounding in `dtype` explains it.
 
     In half precision the median over tokens counts, because a router may choose other experts at single tokens."""
     expected = expected.double()
@@ -210,7 +210,7 @@ def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
-    """The captured passes of a target, kept until the target (`identity`) or `fuse` changes."""
+    """The captured passes of a target. Calls share them until the target (by its `identity`) or `fuse` changes."""
     now = [fuse, *identity(target)]
     with capture_lock:
         known = _known.get(target)
@@ -221,6 +221,6 @@ def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
 
 
 def _close(passes: Any) -> None:
-    """Free a deleted target's passes, given a weak reference: they are in a reference cycle with their graphs."""
+    """Free the passes of a deleted target, given a weak reference to them: they and their graphs are in a cycle."""
     if (left := passes()) is not None:
         left.close()

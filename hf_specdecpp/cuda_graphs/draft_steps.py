@@ -14,9 +14,9 @@ from hf_specdecpp.cuda_graphs.on_device import rows_at
 
 
 class Window(NamedTuple):
-    """Input of a draft at the beginning of a round: `tokens` `[texts, n]`, the last ones of each sequence, then
-    dummies; `states` `[texts, n, size]`, for each token the target's state at the token before, or `None`; `last`
-    `[texts]`, the index in `tokens` of each sequence's last token."""
+    """What a draft reads at the beginning of a round: `tokens` `[texts, n]`, the last ones of each sequence, then
+    dummies; `states` `[texts, n, size]`, for each token the target's state at the token before, or `None` if the draft
+    reads none; `last` `[texts]`, the index in `tokens` of each sequence's last token."""
 
     tokens: Tensor
     states: Tensor | None
@@ -24,24 +24,25 @@ class Window(NamedTuple):
 
 
 class DrawnLevel(NamedTuple):
-    """A level drawn after a step and read in the next: `tokens` `[texts, width]`, and in trees `parents` of that shape
-    (indices in the level above), and `seen` `[texts, width, n]` bool, the round's nodes that each node attends to."""
+    """The candidates of a level, for the next step of the draft: `tokens` `[texts, width]`, and in trees `parents`
+    `[texts, width]`, indices in the level above, and `seen` `[texts, width, n]` bool: which of the round's n nodes each
+    of them attends to."""
 
     tokens: Tensor
     parents: Tensor | None = None
     seen: Tensor | None = None
 
     def of_parents(self, states: Tensor) -> Tensor:
-        """The states `[texts, width, size]` of the nodes' parents, among `states` `[texts, m, size]` of their level."""
+        """`[texts, width, size]`, the parents' states among the `states` `[texts, m, size]` of the level above."""
         return states if self.parents is None else rows_at(states, self.parents)
 
 
-# Yields logits `[texts, m, vocab]` and hidden states `[texts, m, size]`, after the window and after each level.
+# Yields logits `[texts, m, vocab]` and states `[texts, m, size]`, after the window (m = 1), then after each sent level.
 Unrolled = Generator[tuple[Tensor, Tensor], DrawnLevel, None]
 
 
 class RoundSteps(ABC):
-    """Steps of a draft in captured rounds. They have no state of a sequence: caches are arguments.
+    """Steps (forward passes) of a draft in captured rounds. They have no state of a sequence: caches are arguments.
 
     Args:
         drafter: the copy of the draft whose model is captured.
@@ -49,11 +50,12 @@ class RoundSteps(ABC):
     Attributes:
         key: the identity of the captured steps, to reuse graphs.
         size: size of the states in `Window`; `None` if the draft reads none.
-        again: number of the sequence's tokens that the next round reads again.
+        again: number of tokens at the end of a window that the next round's window contains again.
         least, most: fewest and most steps of a round; the first `least` read the window, one for each model or layer.
         draws_trees: whether levels may have several nodes.
         shares_cache: whether the draft reads the target's KV cache and has none itself.
         behind: number of rows after the window that a block takes in the cache; 0 for drafts without blocks.
+        embed: the draft's token embeddings, for acceptance heads.
     """
 
     again, behind, least, most = 0, 0, 1, float("inf")
@@ -71,11 +73,11 @@ class RoundSteps(ABC):
 
     @abstractmethod
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
-        """A generator that reads the window, then each level sent. `depths`: `[n]`, level of each candidate, from 0.
-        `cache` contains the sequence before the window; the caller restores its length."""
+        """A generator (`Unrolled`) that reads the window, then each level that is sent. `cache`: contains the sequence
+        before the window; the caller restores its length. `depths`: `[n]`, the level of each candidate, from 0."""
 
     def read(self, cache: FixedCache, window: Window) -> None:
-        """Read a window without drafting and commit it to the cache, except the last `again` tokens."""
+        """Read a window of the prompt without drafting, and commit all but its last `again` tokens to the cache."""
         before = cache.length.clone()
         steps = self.unroll(cache, window, window.last.new_zeros(1))
         logits, _ = next(steps)

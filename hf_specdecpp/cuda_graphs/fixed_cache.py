@@ -1,4 +1,4 @@
-"""The KV cache of fixed size that captured passes need (`FixedCache`), and sequences in them (`FixedContext`)."""
+"""The KV cache of fixed size that captured passes need (`FixedCache`), and its sequences (`FixedContext`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SHARE, KEPT_SHARE = 0.25, 0.75  # share of free memory for all fixed caches; the
 
 
 class FixedLayer(CacheLayerMixin):
-    """Keys and values of one layer. A layer with a window keeps its latest tokens only: the rows are used in turn.
+    """A layer of a `FixedCache`. With a window it keeps its latest tokens only: token t is in row t % capacity.
 
     Args:
-        length: `[texts]` int64, tokens in the cache; shared by all layers.
-        rows: by capacity `[texts, n]`, the rows that the current pass writes; shared by all layers.
+        length: `[texts]` int64, committed tokens; shared by all layers.
+        rows: by capacity of a layer `[texts, n]`, the rows that the current pass writes; shared by all layers.
         capacity (tokens): number of rows.
 
     Attributes:
@@ -56,7 +56,7 @@ class FixedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the pass's rows (`FixedCache.begin_pass`), and return all `capacity` rows, unused ones included."""
+        """Write a pass's keys and values to the rows of `FixedCache.begin_pass`; return all `capacity` rows of both."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = self.rows[self.capacity]
@@ -65,13 +65,13 @@ class FixedLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def write(self, rows: slice | Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values of the first texts to these rows."""
+        """Write keys and values `[m, heads, n, size]` of the first m texts to n `rows`."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self.keys[: len(keys), :, rows], self.values[: len(keys), :, rows] = keys, values
 
     def rows_of(self, first: int, last: int) -> Tensor:
-        """The rows of the tokens from `first` to before `last`."""
+        """The rows of the tokens with the indices `first` to `last` - 1."""
         return torch.arange(first, last, device=self.length.device) % self.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -86,23 +86,23 @@ class FixedLayer(CacheLayerMixin):
 
 
 class FixedCache(Cache):
-    """A KV cache of fixed size, whose lengths are on the device only, so that graphs can commit and roll back.
+    """A KV cache with tensors of fixed size, whose lengths are on the device only, so that graphs commit and roll back.
 
     Example: after 3 tokens, a pass over 2 writes rows 3 and 4. `length.add_(2)` commits both, `length.add_(1)` the
     first; the next pass overwrites all others. `length.sub_(1)` rolls back one token.
 
     Args:
-        windows: number of tokens that each layer attends to, infinite without a window.
+        windows: for each layer the number of tokens that it attends to, infinite without a window.
         capacity (tokens): number of rows for each sequence, including tokens that are not committed.
         device: the model's device.
-        positions: shape `[..., texts, 1]` of the position ids of a token, if prompts may be padded or have special
-            position ids; by default one sequence without these.
-        spare (tokens): further rows of layers with a window: the most that a pass writes.
+        positions: shape `[..., texts, 1]` of one token's position ids, for prompts that may be padded or have special
+            position ids; `None` for one sequence without these.
+        spare (tokens): rows of layers with a window beyond the window: at least as many as a pass writes.
 
     Attributes:
-        text: number of the latest text in the cache (`Budget.text`).
-        length: int64 `[texts]`, on the device: committed tokens.
-        prompt: the hidden tokens of prompts and the offset of positions; `None` without `positions`.
+        text: value of `Budget.text` when the cache was last used.
+        length: int64 `[texts]`, on the device: number of committed tokens.
+        prompt: hidden tokens of the prompts and the offset of positions; `None` without `positions`.
     """
 
     layers: Any
@@ -129,18 +129,18 @@ class FixedCache(Cache):
         self.capacity, self._of_windows = capacity, {*capacities} - {capacity}
 
     def begin_pass(self, num_tokens: int) -> None:
-        """Called before a pass, which writes `num_tokens` rows after the committed ones."""
+        """Called before a pass over `num_tokens` tokens: they get the rows after the committed ones."""
         self._rows[self.capacity] = rows = span(num_tokens, self.length.device) + self.length[:, None]
         self._rows.update({each: rows % each for each in self._of_windows})
 
     def part(self, first: int, count: int) -> FixedCache:
-        """A cache of `count` layers from `first` on, with shared tensors and lengths."""
+        """A cache of only the `count` layers from index `first` on, which shares tensors and lengths with this one."""
         part = copy(self)
         part.layers = self.layers[first : first + count]
         return part
 
     def move(self, rows: Tensor) -> None:
-        """Move `rows` `[texts, n]`, ascending, of the latest pass to the first rows after the committed tokens.
+        """Move the latest pass's `rows` `[texts, n]`, ascending from 0, to the first rows after committed tokens.
 
         Example: 10 tokens are committed. Rows 0, 2 and 3 of the pass move from 10, 12, 13 to 10, 11, 12."""
         begin = self.length[:, None]
@@ -152,25 +152,25 @@ class FixedCache(Cache):
                 each.scatter_(-2, _of_heads(goal, each), each.gather(-2, _of_heads(source, each)))
 
     def rows(self, first: int, last: int) -> list[Tensor]:
-        """Views of keys and values of all layers: rows from `first` to before `last`, or all rows of a window."""
+        """Views of all layers' keys and values: the rows `first` to `last` - 1, of layers with a window all rows."""
         return [each[:, :, first:last] if each.shape[2] == self.capacity else each for each in self.tensors]
 
     def tokens_of(self, capacity: int, length: Tensor) -> Tensor:
-        """The index in the sequence of the token in each row of a layer, `[1 or texts, capacity]`, after `length`
-        `[texts, 1]` tokens. In layers with a window, unwritten rows have negative indices.
+        """The index in the sequence of the token in each row of a layer, `[1 or texts, capacity]`, once `length`
+        `[texts, 1]` tokens are written. In layers with a window, unwritten rows have negative indices.
 
         Example: after 10 tokens a layer of 4 rows holds the tokens 8, 9, 6 and 7."""
         rows = span(capacity, length.device)[None]
         return rows if capacity == self.capacity else length - 1 - (length - 1 - rows) % capacity
 
     def shown(self, tokens: Tensor) -> Tensor:
-        """Whether tokens with these indices `[texts, n]` exist (indices are not negative) and are not hidden."""
+        """`[texts, n]`: whether the tokens with these indices exist (not if negative) and are not hidden."""
         known = tokens >= 0
         return known if self.prompt is None else known & self.prompt.shown.gather(1, tokens.clamp_min(0))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys and values, alternating, of each initialised layer: `[texts, heads, layer's capacity, size]`."""
+        """Keys and values, alternating, of each initialised layer: `[texts, heads, its capacity, size]` each."""
         return [each for layer in self.layers if layer.is_initialized for each in (layer.keys, layer.values)]
 
     @property
@@ -178,7 +178,7 @@ class FixedCache(Cache):
         return sum(each.nbytes for each in self.tensors)
 
     def clear(self) -> None:
-        """Empty the cache, and set all rows to zero, because even hidden rows must not be infinite or NaN."""
+        """Empty the cache for other sequences. All rows become zero, because even hidden ones must not be NaN."""
         self.length.zero_()
         if self.prompt is not None:
             self.prompt.shown.fill_(True)
@@ -186,7 +186,7 @@ class FixedCache(Cache):
             each.zero_()
 
     def copy_from(self, smaller: FixedCache) -> None:
-        """Copy a smaller cache."""
+        """Copy sequences, lengths and prompts of a smaller cache into this empty one."""
         for ours, layer in zip(self.layers, smaller.layers, strict=True):
             if layer.is_initialized:
                 ours.write(slice(layer.capacity), layer.keys, layer.values)
@@ -197,7 +197,7 @@ class FixedCache(Cache):
 
     def read(self, cache: Cache, num_tokens: int) -> None:
         """Copy all `num_tokens` tokens of a growing cache, which may have fewer texts, into this one; in layers with a
-        window only the tokens that the growing cache still holds."""
+        window only the tokens that the growing cache still has."""
         self.length.fill_(num_tokens)
         theirs: list[Any] = cache.layers
         for ours, layer in zip(self.layers, theirs, strict=True):
@@ -206,15 +206,15 @@ class FixedCache(Cache):
                 ours.write(ours.rows_of(first, num_tokens), layer.keys[:, :, -count:], layer.values[:, :, -count:])
 
     def keys_values_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """For each layer keys and values `[heads, n, size]` of a sequence's first tokens, without hidden ones. Those of
-        tokens that have left a layer's window are arbitrary."""
+        """For each layer keys and values `[heads, n, size]` of the first `num_tokens` tokens of the sequence in row
+        `text`, without hidden ones. Those of tokens that have left a layer's window are arbitrary."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
         layers = [layer for layer in self.layers if layer.is_initialized]
         rows = [layer.rows_of(0, num_tokens)[shown] for layer in layers]
         return [(layer.keys[text][:, own], layer.values[text][:, own]) for layer, own in zip(layers, rows, strict=True)]
 
     def write(self, cache: DynamicCache, num_tokens: int) -> None:
-        """Copy the first `num_tokens` tokens to a growing cache, for passes that are not captured."""
+        """Replace the contents of a growing cache by the first `num_tokens` tokens, for passes without graphs."""
         theirs: list[Any] = cache.layers
         for ours, layer in zip(self.layers, theirs, strict=True):
             first = 0
@@ -226,7 +226,7 @@ class FixedCache(Cache):
 
 
 def _of_heads(rows: Tensor, states: Tensor) -> Tensor:
-    """`[texts, n]` rows expanded to `[..., texts, heads, n, size]`, for `states` `[..., texts, heads, ..., size]`."""
+    """`rows` `[texts, n]` as an index `[..., texts, heads, n, size]` of `states` `[..., texts, heads, m, size]`."""
     return rows[:, None, :, None].expand(*states.shape[:-2], -1, states.shape[-1])
 
 
@@ -235,14 +235,14 @@ def free_bytes(device: torch.device) -> float:
 
 
 class Budget:
-    """Bounds the memory of all fixed caches of a target and its drafts.
+    """Bounds the memory of all `FixedCache`s of a target and its drafts.
 
     Args:
-        device: caches may take the share `SHARE` of the memory that is free there now; without CUDA any memory.
-        forget: destroys all graphs, which may refer to dropped caches.
+        device: caches may take a quarter (`SHARE`) of the memory that is free there now; without CUDA any memory.
+        forget: a function that destroys all graphs, because they may refer to dropped caches.
 
     Attributes:
-        text: number of texts so far; caches that the present text uses are never dropped.
+        text: number of calls that have used the caches, including the present one, whose caches are never dropped.
     """
 
     def __init__(self, device: torch.device, forget: Callable[[], None]) -> None:
@@ -251,8 +251,8 @@ class Budget:
         self.owners: WeakSet[FixedContext] = WeakSet()
 
     def make_room(self, needed: float) -> None:
-        """Drop the least recently used caches if `needed` further bytes do not fit. More than necessary are dropped, so
-        that this is rare: it also destroys all graphs, which have to be captured again."""
+        """Called before a cache is made: drop the least recently used caches if `needed` further bytes do not fit. More
+        than necessary are dropped, so that this is rare: all graphs are destroyed, and must be captured again."""
         old = [(cache.text, id(cache), key, owner) for owner in self.owners for key, cache in owner.made.items()]
         old = sorted(each for each in old if each[0] < self.text)
         used = needed + sum(owner.num_bytes for owner in self.owners)
@@ -265,13 +265,14 @@ class Budget:
 
 
 class FixedContext:
-    """One sequence, or the rows of a batch, in a cache that is copied to a larger one when necessary. Caches of all
-    sizes are kept between calls, because graphs use them.
+    """One sequence, or the rows of a batch, in a `FixedCache` that is copied to a larger one when necessary. Caches of
+    all sizes are kept between calls, because graphs use them.
 
     Attributes:
         made: the caches, by capacity, `positions` and `spare`.
         cache: that of the current sequence; `None` before the first `with_capacity`, and once it is freed.
-        num_tokens: the largest `cache.length`, on the host.
+        num_tokens: the host's copy of the largest `cache.length`, which graphs change. Whoever launches a round or
+            commits a pass sets it: `CapturedRounds.launch`, `RoundGraphs.commit`, `CapturedTarget.commit`.
         positions, spare: as for `FixedCache`; `spare` is 0 if no layer has a window.
     """
 
@@ -283,10 +284,11 @@ class FixedContext:
         self.begin_text(None)
 
     def set_width(self, num_tokens: int) -> None:
-        """Called before a sequence. `num_tokens`: tokens of its largest pass."""
+        """Called before the first cache of a call. `num_tokens`: tokens of its largest pass, which sets `spare`."""
         self.spare = width_of(num_tokens) if any(map(math.isfinite, self.windows)) else 0
 
     def begin_text(self, positions: torch.Size | None) -> None:
+        """Begin the sequences of a call, without a cache at first."""
         self.cache: Any = None
         self.positions, self.num_tokens = positions, 0
 
@@ -296,17 +298,17 @@ class FixedContext:
         return self.cache.capacity, self.positions, self.spare
 
     def with_capacity(self, num_tokens: int) -> FixedCache:
-        """The sequence's cache, first copied to a larger one if its capacity is below `num_tokens`."""
-        if (smaller := self.cache) is None or smaller.capacity < num_tokens:
+        """The cache of the current sequences, made or copied to a larger one if it lacks room for `num_tokens`."""
+        cache: FixedCache | None = self.cache
+        if cache is None or cache.capacity < num_tokens:
             larger = self.empty(num_tokens)
-            if smaller is not None:
-                larger.copy_from(smaller)
-            self.cache = larger  # only after all allocations succeeded
-        cache: FixedCache = self.cache
+            if cache is not None:
+                larger.copy_from(cache)
+            self.cache = cache = larger  # only after all allocations succeeded
         return cache
 
     def empty(self, num_tokens: int) -> FixedCache:
-        """An empty cache of `capacity_for(num_tokens)`, made if missing."""
+        """An empty cache with the capacity `capacity_for(num_tokens)`: a kept one is cleared, a missing one made."""
         key = capacity_for(num_tokens), self.positions, self.spare
         if key not in self.made:
             for made in self.made.values():
@@ -325,8 +327,8 @@ class FixedContext:
 
 
 def pass_inputs(model: CausalLM, cache: FixedCache, nodes: Nodes, num_prefix: Tensor, longest: float) -> dict[str, Any]:
-    """Begin a captured pass over `nodes` after `num_prefix` `[texts]` tokens: mask and position ids of the pass.
-    `longest`: the number of positions of the model."""
+    """Begin a captured pass over the queries of `nodes` after `num_prefix` `[texts]` tokens in `cache`, and return its
+    arguments `attention_mask` and `position_ids`. `longest`: the number of positions of the model."""
     inputs = inputs_in_place(model, cache, nodes, num_prefix)
     cache.begin_pass(len(nodes.places))
     if longest < float("inf"):  # dummies may be beyond the last position
@@ -335,27 +337,27 @@ def pass_inputs(model: CausalLM, cache: FixedCache, nodes: Nodes, num_prefix: Te
 
 
 def capacity_for(num_tokens: int) -> int:
-    """The capacity for `num_tokens` tokens: 256, 512, ..., 8192, 16384, 24576, ..., so that few sizes are captured."""
+    """The least of the capacities 256, 512, ..., 8192, 16384, 24576, ... for `num_tokens` tokens."""
     if num_tokens > LARGE_CAPACITY:
         return -(-num_tokens // LARGE_CAPACITY) * LARGE_CAPACITY
     return max(MIN_CAPACITY, width_of(num_tokens))
 
 
 def with_rows(per_text: Tensor, dim: int = 0) -> Tensor:
-    """`per_text` with the last sequence of axis `dim` repeated to 1, 2, 4, 8, ... rows (`width_of`), so that few batch
-    sizes are captured. Repeated rows count as ended."""
+    """`per_text` with its last entry along axis `dim` repeated to 1, 2, 4, 8, ... sequences (`width_of`), so that few
+    batch sizes are captured. The repeated sequences count as ended."""
     texts = per_text.shape[dim]
     return per_text.index_select(dim, span(width_of(texts), per_text.device).clamp_max(texts - 1))
 
 
 def windows_of(text_config: Any) -> list[float] | None:
-    """Tokens that each layer attends to, infinitely many without a window; `None` if some layers are not attention."""
+    """For each layer the number of tokens it attends to, infinite without a window; `None` if any is no attention."""
     layers = DynamicCache(config=text_config).layers
     return None if other_layers(layers) else [getattr(layer, "sliding_window", math.inf) for layer in layers]
 
 
 def why_not_copied(cache: object) -> str | None:
-    """Why the tokens of a cache that has read a prompt cannot be copied to a `FixedCache`; `None` if they can."""
+    """Why a prompt's `cache` cannot be copied to a `FixedCache`, as a clause of a message; `None` if it can."""
     if type(cache) is not DynamicCache:
         return f"the text is in a {type(cache).__name__}"
     layers: list[Any] = cache.layers

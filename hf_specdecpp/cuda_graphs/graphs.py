@@ -33,7 +33,7 @@ class CannotCaptureError(RuntimeError):
     """A function cannot be captured: it waits for its device, or does something else that no graph can repeat.
 
     Attributes:
-        is_passing: whether the next sequence may try again: out of memory, or another capture was running.
+        is_passing: whether a later call may try again, after a lack of memory or because another capture was running.
     """
 
     def __init__(self, reason: str, is_passing: bool = False) -> None:
@@ -46,26 +46,25 @@ def can_capture(device: torch.device) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether this thread or task captures a function, or runs it as a warm-up for a capture."""
+    """Whether this thread or task is capturing a function, or running it to warm up for a capture."""
     return _capturing.get()
 
 
 class Graphs:
-    """Graphs of functions, by key, each captured when first run.
+    """CUDA graphs of functions, by key, each captured when the key is first run.
 
     A function reads and writes tensors at fixed addresses and returns nothing, because the next graph of the pool
-    overwrites memory that a graph allocates. Python numbers, shapes and branches are fixed at the capture, so the key
-    must contain everything that decides them.
+    overwrites memory that a graph has allocated. Python numbers, shapes and branches are fixed at the capture, so the
+    key must contain everything that decides them.
 
     The graphs have one memory pool and one stream for warm-ups and captures, and are destroyed together: they contain
-    the addresses of library workspaces of their stream, and PyTorch frees these with the first graph of the stream that
-    is destroyed.
+    the addresses of library workspaces of their stream, which PyTorch frees with the first graph that is destroyed.
 
     Example: `run(("pass", 4), read, [length])` first runs `read` three times, captures and replays it, and restores
     `length`; then, and in all later calls, it replays the graph.
 
     Attributes:
-        seconds: time of all captures.
+        seconds: total time of captures, warm-ups included.
         num_bytes: device memory that the captures of the present graphs reserved.
         pool, stream: `None` if the device is not CUDA.
     """
@@ -93,8 +92,8 @@ class Graphs:
         self.num_bytes = 0
 
     def run(self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor] = ()) -> None:
-        """Replay the graph of `key`, captured first if missing; `CannotCaptureError` if that fails. `changes`: tensors
-        that the function reads and then changes; restored after a capture."""
+        """Replay the graph of `key`, first captured from `function` if missing; `CannotCaptureError` if that fails.
+        `changes`: tensors that the function reads before it changes them, restored after the runs for a capture."""
         if key not in self._graphs:
             self._add(key, function, changes)
         self._graphs[key][0].replay()
@@ -112,6 +111,7 @@ class Graphs:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+        """Check that a function never waits for the device, capture it, and restore `changes` and random generators."""
         restore = restoring(changes)
         with lasting():
             ran = torch.zeros((), dtype=torch.long, device=self.device)
@@ -137,7 +137,7 @@ class Graphs:
             restore()
 
     def _recorded(self, counted: Callable[[], None], restore: Callable[[], None], ran: Tensor) -> torch.cuda.CUDAGraph:
-        """A graph of `counted`, checked by one replay, which must add one to `ran`."""
+        """Capture `counted`, which runs the function and adds 1 to `ran`, and check that a replay adds 1, too."""
         token = _capturing.set(True)
         try:
             graph = captured(counted, restore, self)
@@ -154,7 +154,7 @@ class Graphs:
             _capturing.reset(token)
 
     def cannot(self, error: Exception) -> CannotCaptureError:
-        """The `CannotCaptureError` of an exception during a capture."""
+        """The `CannotCaptureError` to raise for an exception during a capture."""
         if isinstance(error, CannotCaptureError):
             return error
         reason = str(error).strip()
@@ -167,7 +167,7 @@ class Graphs:
 
 
 def captured(function: Callable[[], None], restore: Callable[[], None], graphs: Graphs) -> torch.cuda.CUDAGraph:
-    """Warm up a function and capture it as a CUDA graph beside `graphs`; `restore` undoes the changes of a run."""
+    """Warm up a function and capture it, with stream and memory pool of `graphs`. `restore` undoes a run's changes."""
     stream: Any = graphs.stream
     before = torch.cuda.current_stream(graphs.device)
     stream.wait_stream(before)
@@ -188,7 +188,7 @@ def captured(function: Callable[[], None], restore: Callable[[], None], graphs: 
 
 
 class NoWaits(TorchDispatchMode):
-    """Raises `CannotCaptureError` for operations that wait for a device of this type."""
+    """A context in which operations that wait for a device of this type raise `CannotCaptureError`."""
 
     supports_higher_order_operators = True
 
@@ -205,7 +205,7 @@ class NoWaits(TorchDispatchMode):
 
 
 class NoReads(TorchFunctionMode):
-    """`NoWaits` for methods that read a tensor without PyTorch's dispatcher."""
+    """`NoWaits` for `tolist` and `numpy`, which read a tensor without PyTorch's dispatcher."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def _refuse(device: torch.device, func: Any, arguments: Any) -> None:
 
 
 def restoring(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """A function that gives these tensors back their present contents."""
+    """A function that restores the contents that these tensors have now."""
     before = [each.clone() for each in tensors]
 
     def restore() -> None:
@@ -234,7 +234,7 @@ def restoring(tensors: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def write_lasting(outputs: list[Tensor], found: Sequence[Tensor]) -> None:
-    """Copy tensors into `outputs`, at fixed addresses for graphs; an empty list is filled with new tensors first."""
+    """Copy the tensors `found` into `outputs`, whose addresses stay fixed for graphs. An empty list is filled first."""
     if not outputs:
         with lasting():
             outputs.extend(torch.empty_like(each, memory_format=torch.contiguous_format) for each in found)
@@ -242,8 +242,14 @@ def write_lasting(outputs: list[Tensor], found: Sequence[Tensor]) -> None:
         own.copy_(each)
 
 
+def host_zeros(tensor: Tensor) -> Tensor:
+    """Zeros on the host, of the shape and dtype of `tensor`, to and from which a CUDA device copies without waiting."""
+    zeros = torch.zeros_like(tensor, device="cpu")
+    return zeros.pin_memory() if tensor.device.type == "cuda" else zeros
+
+
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Context for making tensors that may be written to both in and outside of inference mode."""
+    """A context for making tensors that may later be written to both in and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""Whether a model's graph is still valid: a description of all that a pass depends on (`identity`)."""
+"""A description of all that a model's pass depends on (`identity`), which tells whether its graphs are still valid."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ MOST = 100_000  # objects, and items of one object, that are described
 def identity(*parts: object, by_value: bool = False) -> list[Hashable]:
     """A description of all that the operations of a model's pass, or of another object's call, depend on: attributes
     of all objects that it refers to, hooks, configs, addresses and shapes of tensors, closures and global variables of
-    functions, settings of PyTorch. If two descriptions are equal, a graph of one is valid for the other.
+    functions, settings of PyTorch. If two descriptions are equal, a graph captured at one is valid at the other.
 
     Args:
-        by_value: describe tensors by their contents, not by their addresses, to compare two objects."""
+        by_value: describe tensors by their contents instead of their addresses, to compare different objects."""
     walk = ObjectWalk(by_value)
     walk.go((torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *parts))
     return [*_kernels(), *walk.found]
 
 
 def _kernels() -> Iterator[Hashable]:
-    """Settings of PyTorch that computations depend on, except cuDNN's attention, which our passes switch off."""
+    """Settings of PyTorch that computations depend on, except that for cuDNN's attention (`without_cudnn`)."""
     backends: Any = torch.backends
     cuda, cudnn = backends.cuda, backends.cudnn
     yield from (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), cudnn.enabled)
@@ -52,15 +52,15 @@ def _kernels() -> Iterator[Hashable]:
 
 
 def tensors_of(*parts: object) -> list[Tensor]:
-    """All tensors that models or other objects refer to."""
+    """All tensors that models or other objects refer to, directly or through other objects."""
     walk = ObjectWalk()
     walk.go(parts)
     return walk.tensors
 
 
 class SameObject:
-    """A reference that equals only references to the same object. Weak if the object's type allows; objects of other
-    types, such as a memory format, are small and stay alive."""
+    """A reference to an object. Two are equal if they refer to one object. It is weak if the object's type allows;
+    objects of other types, such as a memory format, are small and stay alive."""
 
     def __init__(self, each: Any) -> None:
         self.ref = ref(each) if type(each).__weakrefoffset__ else each
@@ -97,7 +97,7 @@ class ObjectWalk:
                 self._describe(each)
 
     def _note(self, name: Hashable, each: Any) -> None:
-        """Add a named value to the description: itself, or the number of an object that is described later."""
+        """Add the value `each` of a field `name`: itself, or the number of an object that is described later."""
         kind: Any = type(each)
         if name in HOOKS and each:  # without ours, which exist while another sequence is read
             each = {key: hook for key, hook in list(each.items()) if package_of(hook) != OURS}
@@ -133,6 +133,7 @@ class ObjectWalk:
             self._all(own.items())
 
     def _describe(self, each: Any) -> None:
+        """Add what an object refers to, which depends on its type, to the description."""
         if isinstance(each, nn.Module):
             fields = self._fields(each)
             if "generation_config" in fields:
@@ -167,7 +168,7 @@ class ObjectWalk:
             self.found.append(SameObject(each))  # its content is unknown
 
     def _content(self, each: Any) -> bool:
-        """Describe the content of a container, number or string. Returns whether the object is one of these."""
+        """Describe the content of a container, number or string. False if the object is none of these."""
         if isinstance(each, dict | Mapping):
             names, values = list(each), list(each.values())
             self.found.append(len(names))
@@ -231,7 +232,7 @@ def _held(cell: Any) -> Any:
 
 
 def _home(code: Any) -> str:
-    """The name of the module that defines a function or a class."""
+    """The name of the Python module that defines a function or a class."""
     return str(code.__globals__.get("__name__", "") if isinstance(code, FunctionType) else code.__module__)
 
 
@@ -240,7 +241,7 @@ def _is_open(module: str) -> bool:
 
 
 def _is_users(module: str) -> bool:
-    """Whether a module or package belongs to the user: not to an installed package or the standard library."""
+    """Whether a Python module is the user's own: not of an installed package or the standard library."""
     package = module.partition(".")[0]
     if package in KNOWN or package in sys.stdlib_module_names:
         return False

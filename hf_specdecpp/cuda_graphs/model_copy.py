@@ -34,14 +34,15 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Attention for grouped queries, as `models.cpu.grouped_attention`, without copies of keys and values.
+    """The attention function `GROUPED` of captured passes, without copies of keys and values for heads that share them.
 
-    The query heads of a group become further queries of a head. On CUDA, PyTorch's `enable_gqa` has no fast kernel for
-    passes with a mask, and transformers copies all rows of a fixed cache in each layer.
+    The query heads of a group become further queries of one head. On CUDA, PyTorch's `enable_gqa` has no fast kernel
+    for passes with a mask, and transformers copies all rows of a fixed cache in each layer.
 
     Example: 12 query heads share 2 heads of keys and values. Four tokens are read as 24 queries of each of these heads.
 
     Args:
+        query, key, value, scaling: as of `models.cpu.grouped_attention`, which also describes the result.
         attention_mask: bool `[batch, 1, tokens, cached tokens]`, or from `caches.masks.as_mask`."""
     if any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -64,12 +65,10 @@ AttentionInterface.register(GROUPED, grouped_attention)
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
     """`scaled_dot_product_attention` for few queries `[batch, heads, n, size]` and many keys and values `[batch, heads,
-    rows, size]`, in pieces of `ROWS` rows. `mask`: bool or additive, `[batch, 1, n, rows]`.
+    rows, size]`, in pieces of 512 rows (`ROWS`). `mask`: bool or additive, `[batch, 1, n, rows]`.
 
-    PyTorch's kernels for masks read all rows of a head in one block of threads, so that a long cache is read by few of
-    a GPU's processors. Here each piece is a product of its own. Softmax and the sum over pieces are computed in
-    float32 at least.
-    """
+    PyTorch's kernels for masks read all rows of a head in one block of threads, so that few of a GPU's processors read
+    a long cache. Here each piece has a multiplication of its own. Softmax and the sum of pieces use float32 or more."""
     exact = torch.promote_types(torch.float32, query.dtype)
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-1, -2)
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
@@ -79,14 +78,12 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 
 
 def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
-    """A copy of a model's modules for captured passes, which shares all tensors with the model.
-
-    The original is not changed, so that other threads may use it.
+    """A copy of a model's modules for captured passes, with `GROUPED` attention and faster norms, which shares all
+    tensors with the model. The original is not changed, so that other threads may use it.
 
     Args:
         others: `model.model`, if the model refers to it without having registered it as a submodule.
-        fuse: compile MLPs and rotary embedding in captures, each once for all layers. Takes some seconds for each new
-            width.
+        fuse: compile MLPs and rotary embeddings in captures, once for all layers, in some seconds per width of a pass.
     """
     copied = copy_sharing(model, *others, tensors=tensors_of(model, *others)).eval()
     parts = [copied, *(copied.model for _ in others)]
@@ -102,8 +99,8 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
 
 
 def rms_norm(module: Any, hidden: Tensor) -> Tensor:
-    """The forward of most norms of transformers in one kernel instead of eight; in half precision without rounding
-    before the weight is applied."""
+    """The forward of most of transformers' norms in one kernel instead of eight. In half precision the result is not
+    rounded before it is multiplied by the weight."""
     weight, eps = module.weight, _eps(module)
     if hidden.dtype == weight.dtype != torch.float64:  # for which transformers' norms compute in float32
         return F.rms_norm(hidden, weight.shape, weight, eps)
@@ -111,7 +108,7 @@ def rms_norm(module: Any, hidden: Tensor) -> Tensor:
 
 
 def rms_norm_around_one(module: Any, hidden: Tensor) -> Tensor:
-    """The forward of Gemma's norms, whose factor is 1 + weight in float32."""
+    """The forward of Gemma's norms, which multiply by 1 + weight, in float32."""
     factor = 1.0 + module.weight.float()
     return F.rms_norm(hidden.float(), factor.shape, factor, _eps(module)).type_as(hidden)
 
@@ -123,8 +120,8 @@ def _eps(module: Any) -> Any:
 
 @torch.no_grad()
 def _use_fast_norm(module: Any) -> None:
-    """Let a norm of a copy run the fast function that computes the same, if there is one. Results are compared on two
-    tokens, of which the first has a mean square near epsilon."""
+    """Replace the forward of a norm, in place, by `rms_norm` or `rms_norm_around_one` if one computes the same values,
+    which is tried with two tokens, of which the first has a mean square near epsilon."""
     weight, eps = module._parameters.get("weight"), _eps(module)
     forward = type(module).forward
     is_known = package_of(forward) == "transformers" and "forward" not in vars(module)
@@ -140,8 +137,8 @@ def _use_fast_norm(module: Any) -> None:
 
 
 def _fuse(module: nn.Module) -> None:
-    """Let an MLP or a module with rotary embeddings run compiled, in captures only: other passes may have any number of
-    tokens, and each would be compiled."""
+    """Replace, in place, the forward of an MLP, or the rotary embedding in a module's forward, by a compiled one that
+    runs in captures only: other passes may have any number of tokens, each of which would be compiled."""
     forward = type(module).forward
     if "forward" in vars(module):  # replaced by other code
         return
@@ -160,7 +157,7 @@ def _fuse(module: nn.Module) -> None:
 
 
 def _compiling(function: Any, place: int) -> Any:
-    """`function`, but compiled while graphs are captured, for each shape of argument `place` without its first axis."""
+    """`function`, compiled in captures: once for each shape of the argument at index `place` without its first axis."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return (_compiled(function, args[place].shape[1:]) if is_capturing() else function)(*args, **kwargs)
@@ -170,8 +167,8 @@ def _compiling(function: Any, place: int) -> Any:
 
 @cache
 def _compiled(function: Any, shape: torch.Size) -> Any:
-    """A function compiled for one shape of its argument, as a copy with its own code object: torch.compile stops after
-    eight compilations of one code object, which other shapes and models may have used up."""
+    """`function`, compiled for one shape of its argument, as a copy with its own code object: torch.compile gives up
+    after eight compilations of one code object, which other shapes and models may have used up."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{'_'.join(map(str, shape))}")
     own = FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
     return torch.compile(own, dynamic=False)

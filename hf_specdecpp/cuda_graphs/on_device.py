@@ -21,15 +21,15 @@ def rows_at(each: Tensor, places: Tensor) -> Tensor:
 
 
 def draw_next(weights: Tensor, last: Tensor) -> Tensor:
-    """Tokens `[texts]` after the nodes `last` `[texts]`, drawn in proportion to `weights` `[texts, nodes + 1, vocab]`;
-    -1 if the weights are NaN or all 0."""
+    """Draw the tokens `[texts]` that follow the last accepted nodes `last` `[texts]`, in proportion to their rows of
+    `weights` `[texts, nodes + 1, vocab]`; -1 if these are NaN or all 0."""
     of_last = rows_at(weights, last[:, None])[:, 0]
     first = (of_last / exponential(*of_last.shape, device=of_last.device)).max(-1)
     return torch.where(first.values > 0.0, first.indices, -1)
 
 
 def num_drawn(weights: Tensor, greedy: bool) -> Tensor:
-    """Number `[texts]` of candidates before the first that could not be drawn: its q is NaN, or no token is allowed.
+    """Number `[texts]` of candidates before the first that could not be drawn, because q is NaN or no token is allowed.
     `weights`: `[texts, k]`, for each candidate its own weight, the largest of all tokens; its score if `greedy`."""
     return (weights > (float("-inf") if greedy else 0.0)).cumprod(-1).sum(-1)
 
@@ -45,8 +45,8 @@ def count_until(fires: Tensor) -> Tensor:
 
 
 def remaining(q: Tensor, tokens: Tensor) -> Tensor:
-    """Distributions `[..., c, vocab]` of c siblings: q `[..., vocab]` without the earlier siblings, normalised.
-    `tokens`: `[..., c]`, the siblings in the order of drawing."""
+    """`[..., c, vocab]`, the distributions that c siblings were drawn from: q `[..., vocab]` without earlier siblings,
+    normalised. `tokens`: `[..., c]`, the siblings in the order of drawing."""
     rows = [q]
     for place in range(tokens.shape[-1] - 1):
         q = q.scatter(-1, tokens[..., place : place + 1], 0.0)
@@ -56,10 +56,11 @@ def remaining(q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def slot_values(values: Tensor, chances: Tensor) -> Tensor:
-    """Values `[texts, m, c]` of the slots below m nodes: the node's value, times the probability that all earlier
-    siblings are rejected.
+    """Values `[texts, m, c]` of the slots for c children below each of m nodes: the probability that verification
+    reaches the slot, which is the node's value times the probability that all earlier siblings are rejected.
 
-    Example: nodes of values 0.9 and 0.1, whose first children have chances 0.8 and 0.3: 0.9, 0.18, 0.1 and 0.07.
+    Example: for nodes of values 0.9 and 0.1, whose first children have the chances 0.8 and 0.3, the slots below the
+    first node have the values 0.9 and 0.18, those below the second 0.1 and 0.07.
 
     Args:
         values: `[texts, m]`, estimated survival of the nodes.
@@ -69,14 +70,14 @@ def slot_values(values: Tensor, chances: Tensor) -> Tensor:
 
 
 def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False) -> Tensor:
-    """The slots of highest value below the nodes of a level, `[texts, width]`: slot j of node i has index i * c + j.
+    """The `width` slots of highest value below the m nodes of a level, `[texts, width]`: slot j of node i has index
+    i * c + j. `values` and `chances` are those of `slot_values`.
 
     The value of a slot does not depend on the slot's own token, and slots whose values do depend on this token have no
-    larger values. So the choice of a slot does not depend on its token (invariant of DySpec, section 4.1). For a greedy
-    target, where nothing is drawn, the acceptance of the slot's own token counts too. As in `slot_values`, `values` are
-    the nodes' survival, and `chances` the acceptance of their c children.
+    larger values. So the choice of a slot does not depend on its token (invariant of DySpec, section 4.1). If `greedy`,
+    nothing is drawn, and a slot's value is multiplied by the acceptance of its own token.
 
-    Example: with the values 0.9, 0.18, 0.1 and 0.07 of `slot_values` and width 3, returns 0, 1 and 2."""
+    Example: with the slots of the example of `slot_values` and width 3, returns 0, 1 and 2."""
     slots = slot_values(values, chances)
     if greedy:  # siblings are chosen in order
         slots = (slots * chances).cummin(-1).values
@@ -84,8 +85,8 @@ def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False
 
 
 def last_on_path(passing: Tensor, ancestors: Tensor) -> Tensor:
-    """The deepest node `[texts]` that passes with all its ancestors; 0 is the root. `passing`: `[texts, n]`, the nodes
-    that pass, at most one child of each node; `ancestors`: `[texts, n + 1, n + 1]`, each node itself included."""
+    """The deepest node `[texts]` that passes with all its ancestors, 0 being the root. `passing`: `[texts, n]` bool, at
+    most one child of each node; `ancestors`: `[texts, n + 1, n + 1]` bool, those of each node and itself."""
     fails = functional.pad(~passing, (1, 0), value=False)
     on_path = ~(ancestors & fails[:, None]).any(-1)
     return (on_path * span(on_path.shape[1], passing.device)).amax(-1)
@@ -94,10 +95,10 @@ def last_on_path(passing: Tensor, ancestors: Tensor) -> Tensor:
 def tree_tests(
     tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, width: int, verification: Verification
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities of the nodes' tests (`sibling_tests`), and weights of the next token after each node.
+    """The tests that verify a sampled tree: probabilities that nodes pass, and weights of the next token.
 
-    With `verification="block"` the tests of a level depend on the level above; with `"token"` all parents are computed
-    together.
+    With `verification="block"` the tests of a level depend on the level above; with `"token"` the children of all nodes
+    are tested together.
 
     Args:
         tokens, parents: `[texts, n]`, `width` nodes in each level, siblings in the order of drawing; in `parents` the
@@ -107,9 +108,9 @@ def tree_tests(
             further rows are ignored. A node of q = 0 is never accepted.
 
     Returns:
-        For `"block"` `[texts, n + 1]`, the probability that the root and each node passes if all nodes below have
-        failed; for `"token"` `[texts, n]`, that a node is accepted if its parent is accepted and its earlier siblings
-        are rejected. And weights `[texts, n + 1, vocab]` of the next token if a node is the last accepted one.
+        Tests: for `"token"` `[texts, n]`, the probability that a node is accepted if its parent is and its earlier
+        siblings are not; for `"block"` `[texts, n + 1]`, that the root or a node is the last accepted one if no node
+        below it is. And weights `[texts, n + 1, vocab]` of the next token if the root or a node is the last one.
     """
     texts, nodes = tokens.shape
     inner = nodes + 1 - width
@@ -142,13 +143,13 @@ def tree_tests(
 
 
 def sibling_ranks(parents: Tensor) -> Tensor:
-    """Number `[texts, n]` of earlier siblings of each node. For parents [0, 0, 1, 0]: [0, 1, 0, 2]."""
+    """Number of earlier siblings of each node, `[texts, n]`: [0, 1, 0, 2] for the parents [0, 0, 1, 0]."""
     return (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1)
 
 
 def pass_first(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
-    """Token by token: whether each node `[texts, n]` is the first of its siblings that passes, and so accepted if its
-    parent is. `chances`: from `tree_tests`; `uniform`: random numbers `[texts, n]`."""
+    """For `verification="token"`: whether each node `[texts, n]` is the first of its siblings that passes, and so
+    accepted if its parent is. `chances`: the tests of `tree_tests`; `uniform`: random numbers `[texts, n]`."""
     passes = uniform < chances
     are_siblings = parents[:, :, None] == parents[:, None]
     earlier = torch.ones_like(are_siblings).tril(-1)
@@ -156,9 +157,9 @@ def pass_first(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
 
 
 def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Tensor, width: int) -> Tensor:
-    """The last accepted node `[texts]`, from the `tests` of `tree_tests` and uniform random numbers of the same shape.
-    `ancestors`: as in `last_on_path`; `width`: nodes of a level. For `"block"` it is the first node that passes in an
-    order in which nodes below a node precede it, and an earlier sibling's subtree a later one's. The root passes."""
+    """The last accepted node `[texts]` of a sampled tree, by the `tests` of `tree_tests` and `uniform` random numbers
+    of that shape. `ancestors`: as in `last_on_path`; `width`: nodes of a level. For `"block"` it is the first passing
+    node in an order in which each node follows all nodes below it and its earlier siblings. The root passes."""
     nodes = parents.shape[1]
     if tests.shape[1] == nodes:
         return last_on_path(pass_first(parents, tests, uniform), ancestors)
@@ -173,5 +174,5 @@ def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Te
 
 
 def last_passing(tests: Tensor, chances: Tensor) -> Tensor:
-    """Index `[...]` of the last of `tests` `[..., n]` that passes; 0 if none. `chances`: uniform numbers `[..., n]`."""
+    """Index `[...]` of the last of n tests that passes, 0 if none. `chances`: uniform random numbers, one per test."""
     return (chances < tests).cumsum(-1).argmax(-1)  # the running sum first reaches its maximum there

@@ -262,7 +262,8 @@ class AssistedDecoding:
                 self.drafts, self.target = self.target.after_failure(failure, self.active)
 
     def round(self) -> None:
-        """One round: draft, run a target pass, verify, emit, commit (SpecDec++, section 3; DySpec, section 4)."""
+        """Draft, run one target pass, verify, emit, commit (SpecDec++, section 3; for trees DySpec, section 4). With
+        whole rounds as graphs, `propose` launches all of these on the device, and `read` waits for the results."""
         begin = time.perf_counter()
         trees = self.drafts.propose(self.active, self.target)  # a chain is a tree with one branch
         drafted = time.perf_counter()

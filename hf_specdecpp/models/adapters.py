@@ -1,4 +1,4 @@
-"""Add a LoRA adapter, from files of PEFT, to a draft.
+"""Add a LoRA adapter, stored in PEFT's files, to a draft model.
 
 Adapters are not trusted, and a draft may share tensors with the target, which must not change. PEFT overwrites a
 model's own weights for some kinds of LoRA (KaSA, PiSSA, ...). Here the two small matrices of each module are read and
@@ -41,20 +41,20 @@ STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|e
 
 @dataclass
 class Lora:
-    """The change of a module's weight, scaling * B A, with `b` `[out, rank]` and `a` `[rank, in]`."""
+    """LoRA matrices `b` `[out, rank]` and `a` `[rank, in]` of one module: they add `scaling * b @ a` to its weight."""
 
     a: Tensor
     b: Tensor
     scaling: float
 
     def to(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`a` and `scaling * b`, on a device and in a dtype."""
+        """Copies of `a` and of `scaling * b` on a device and in a dtype."""
         return self.a.to(device, dtype), self.scaling * self.b.to(device, dtype)
 
 
 @dataclass
 class Adapter:
-    """The contents of an adapter's folder."""
+    """The contents of the folder of a PEFT adapter, checked by `read_adapter`."""
 
     config: dict[str, Any]  # `adapter_config.json`
     loras: dict[str, Lora]  # by module name, such as "model.layers.0.self_attn.q_proj"
@@ -62,7 +62,7 @@ class Adapter:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer of any kind, also quantised, plus a LoRA adapter that is computed separately."""
+    """The linear layer `base_layer`, also a quantised one, plus a LoRA adapter (the result of `Lora.to`)."""
 
     def __init__(self, base_layer: nn.Module, a: Tensor, b: Tensor) -> None:
         super().__init__()
@@ -79,12 +79,11 @@ class LoraLinear(nn.Module):
 
 
 def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
-    """A copy of the model for inference, sharing its tensors, with the adapter of `folder`; `ValueError` if the adapter
-    is not ordinary LoRA, is damaged, or does not fit the model, or if the model has an adapter.
+    """A copy of the model in eval mode, sharing its tensors, with the LoRA adapter of `folder`; `ValueError` if the
+    adapter is not ordinary LoRA, is damaged, or does not fit the model, or if the model has an adapter already.
 
-    With `merge`, changed weights are new tensors. Without, the adapter is computed separately, which is slower but
-    needs no copies. Embeddings and the LM head are always merged, quantised layers never.
-    """
+    With `merge`, changed weights are new tensors. Without, each `LoraLinear` computes the adapter separately, which is
+    slower but needs no new weights. Embeddings and the LM head are always merged, quantised layers never."""
     if hasattr(model, "peft_config"):
         raise ValueError(
             "The draft already has a PEFT adapter, and a second one on top would not be what it was trained as. Merge "
@@ -113,7 +112,7 @@ def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """The adapter in `folder`; `ValueError` if the adapter is not ordinary LoRA, or a file is damaged."""
+    """Read the PEFT adapter in `folder`; `ValueError` if it is not ordinary LoRA, or a file is damaged."""
     config = read_adapter_config(folder / ADAPTER_FILES[0])
     path = folder / ADAPTER_FILES[1]
     halves: dict[str, dict[str, Tensor]] = {}
@@ -127,7 +126,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """The fields of an `adapter_config.json`; `ValueError` if it is not of ordinary LoRA, or has invalid values."""
+    """The fields of the `adapter_config.json` at `path`; `ValueError` if they are invalid or not of ordinary LoRA."""
     config = read_fields(path)
     if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only. Name another.")
@@ -160,7 +159,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
 
 
 def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path) -> Lora:
-    """The matrices "A" and "B" of module `name`, in `half`, with their scaling; `ValueError` if they do not match."""
+    """The LoRA of module `name`, from its tensors "A" and "B" in `half`; `ValueError` if sizes do not match."""
     shapes = {which: list(tensor.shape) for which, tensor in half.items()}
     if set(half) != {"A", "B"} or not half["A"].dim() == half["B"].dim() == 2 or shapes["A"][0] != shapes["B"][1]:
         raise ValueError(f"{path} has {shapes} for {name}, not a pair of matrices. {RETRY}")
@@ -177,7 +176,7 @@ def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path
 
 
 def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
-    """Raise `ValueError` unless each tensor fits a module, and each module of `target_modules` has tensors."""
+    """Raise `ValueError` unless each tensor fits a module, and each module listed in `target_modules` has tensors."""
     modules = dict(model.named_modules())
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     wanted = adapter.config.get("target_modules")
@@ -208,7 +207,7 @@ def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
 
 
 def _merged(module: nn.Module, lora: Lora) -> nn.Parameter:
-    """The module's weight plus the adapter's change, as a new tensor, because the target may use the old one."""
+    """A new weight for the module, with the adapter's change. The old tensor is unchanged: the target may share it."""
     weight: Any = module.weight
     a, b = lora.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
     delta = b @ a
@@ -217,7 +216,7 @@ def _merged(module: nn.Module, lora: Lora) -> nn.Parameter:
 
 
 def _sizes(module: nn.Module) -> list[int]:
-    """Numbers of inputs and outputs of a linear layer or embedding; empty for other modules."""
+    """`[inputs, outputs]` of a linear layer, `[rows, size]` of an embedding, and an empty list for other modules."""
     if isinstance(module, nn.Embedding):
         return [module.num_embeddings, module.embedding_dim]
     if isinstance(module, Conv1D):
@@ -227,7 +226,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 
 def _suffixes(name: str) -> list[str]:
-    """Possible names of a module in a config: `["layers.0.mlp", "0.mlp", "mlp"]` for `"layers.0.mlp"`."""
+    """Names by which a config may refer to a module: `["layers.0.mlp", "0.mlp", "mlp"]` for `"layers.0.mlp"`."""
     parts = name.split(".")
     return [".".join(parts[place:]) for place in range(len(parts))]
 

@@ -54,7 +54,7 @@ def base_model(model: CausalLM) -> CausalLM:
 
 
 def _what(thing: object) -> str:
-    """Description of an argument that is not a model, with a remedy if there is one."""
+    """Description, for an error message, of an argument that should be a model, with a remedy if one is known."""
     if isinstance(thing, str | Path):
         name = str(thing)
         return f"the name {name!r}. Load the model that it names: AutoModelForCausalLM.from_pretrained({name!r})"
@@ -75,8 +75,7 @@ def article(name: str) -> str:
 def inner_decoder(model: CausalLM) -> CausalLM:
     """The part of a causal LM that turns token ids into hidden states, without the LM head.
 
-    `get_decoder()` returns this part in most families, but the LM head in ModernBERT, and a causal LM in Llama 4.
-    """
+    `get_decoder()` returns this part in most families, but the LM head in ModernBERT, and a causal LM in Llama 4."""
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):
         return model.base_model
@@ -102,13 +101,13 @@ def num_bytes(model: nn.Module) -> int:
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    """The parameters of all modules; a parameter that several modules share is listed for each of them."""
+    """The parameters of a model and its submodules; one that several modules share is listed once for each of them."""
     return [each for module in modules_of(model) for each in module._parameters.values() if each is not None]
 
 
 def parameter_ids(model: nn.Module) -> dict[tuple[int, str], int]:
-    """The id of each parameter by the id of its module and its name there, to notice replaced ones. Without offloaded
-    ones, which each pass replaces. Not weak references, which keep PyTorch from moving tensor subclasses."""
+    """The `id()` of each parameter, by the `id()` of its module and its name there, to notice replaced ones. Each pass
+    replaces offloaded ones, so they are left out. Weak references would keep PyTorch from moving tensor subclasses."""
     named = ((id(module), *item) for module in modules_of(model) for item in module._parameters.items())
     return {(module, name): id(each) for module, name, each in named if each is not None and each.device.type != "meta"}
 
@@ -119,24 +118,24 @@ def devices_of(model: nn.Module) -> set[torch.device]:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Whether `forward` was replaced by `torch.compile(module.forward)`, which in a copy runs the original module."""
+    """Whether `module.forward = torch.compile(module.forward)` was set, which in a copy calls the original module."""
     return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None) is not None
 
 
 def has_compiled_call(module: nn.Module) -> bool:
-    """Whether calls of the module run code compiled by `torch.compile`, in any of three ways."""
-    wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
-    in_place = module._compiled_call_impl is not None  # `module.compile()`
-    return wrapped or in_place or has_compiled_forward(module)
+    """Whether a call of the module runs code compiled by `torch.compile(module)`, by `module.compile()`, or by
+    `module.forward = torch.compile(module.forward)`."""
+    has_wrapper, in_place = "_orig_mod" in module._modules, module._compiled_call_impl is not None
+    return has_wrapper or in_place or has_compiled_forward(module)
 
 
 def takes_positions(model: CausalLM) -> bool:
-    """Whether the forward of a model, or of a part of a model, takes `position_ids`."""
+    """Whether the forward of a model, or of its decoder, has an argument `position_ids`."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def why_no_positions(model: CausalLM) -> str:
-    """The reason, for a message, why the forward of a model, or of a part of a model, takes no `position_ids`."""
+    """Why `takes_positions` is false for a model or decoder, as the predicate of a message: "takes no position_ids"."""
     if "forward" not in vars(model):
         return "takes no position_ids"
     return (
@@ -146,7 +145,7 @@ def why_no_positions(model: CausalLM) -> str:
 
 
 def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, Tensor]:
-    """`position_ids` `first`, `first` + 1, ... of tokens `[batch, n]`, as arguments; empty if `model` takes none."""
+    """The argument `position_ids`, from `first` on, for `tokens` `[batch, n]`; an empty dict if `model` takes none."""
     if not takes_positions(model):
         return {}
     places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
@@ -154,7 +153,7 @@ def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, T
 
 
 def keeping_generators(device: torch.device) -> AbstractContextManager[None]:
-    """A context that restores the random generators of the host and of a device at its end."""
+    """A context that restores the states of torch's random generators of the CPU and of `device` at its end."""
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
@@ -165,7 +164,7 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
     Afterwards the training flags, all tensor and `None` attributes of modules, and torch's generators are restored.
 
     Yields:
-        A function for a forward pass over tokens `[batch, n]` from position `first`, with further arguments.
+        A function `read(tokens, first=0, **inputs)`, a forward pass over `tokens` `[batch, n]` from position `first`.
     """
     modules, device = list(model.modules()), input_device(model)
     training = [module for module in modules if module.training]
@@ -188,19 +187,19 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
 
 
 def has_usual_inputs(model: CausalLM) -> bool:
-    """Whether the model uses transformers' own `prepare_inputs_for_generation`."""
+    """Whether the model inherits `prepare_inputs_for_generation` from transformers' `GenerationMixin`."""
     return type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
 def cache_argument(model: CausalLM) -> str:
-    """Name of the cache among a forward's arguments (`cache_params` in Mamba2); the usual name if there is none."""
+    """Name of the forward's argument for the cache (`cache_params` in Mamba2); the usual name if there is none."""
     known = forward_parameters(type(model))
     return next((name for name in CACHE_NAMES if name in known), CACHE)
 
 
 def forward_parameters(kind: type[nn.Module]) -> set[str]:
-    """Names of all arguments of a class's forward, `self` and `kwargs` too. If it has `**kwargs`, those of the
-    overridden forward are added, and so on."""
+    """Names of all parameters of a class's forward, including `self` and `kwargs`. If the forward takes `**kwargs`, the
+    names of the forward that it overrides are added, and so on up the class's bases."""
     names: set[str] = set()
     for own in (vars(each) for each in kind.__mro__ if each is not nn.Module):
         if "forward" in own:
@@ -212,18 +211,18 @@ def forward_parameters(kind: type[nn.Module]) -> set[str]:
 
 
 def cache_among(values: Any) -> Any:
-    """The cache among a forward's arguments (a mapping) or outputs (an object), `None` if there is none."""
+    """The cache among the arguments (a mapping) or in the output (an object) of a forward; `None` if there is none."""
     by_name = values if isinstance(values, Mapping) else vars(values)
     return next((by_name[name] for name in CACHE_NAMES if by_name.get(name) is not None), None)
 
 
 def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:
-    """The tokens up to and including the first end-of-sequence token; all tokens if there is none."""
+    """The tokens up to and including the first token in `eos`; all tokens if there is none."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in eos), tokens)
 
 
 def input_device(model: CausalLM) -> torch.device:
-    """The device that a model computes on, also if accelerate has offloaded all of its weights."""
+    """The device on which a model takes input ids, also if accelerate has offloaded all of its weights."""
     if model.device.type != "meta":
         return model.device
     hook: Any = getattr(model.get_input_embeddings(), "_hf_hook", None)
@@ -231,20 +230,19 @@ def input_device(model: CausalLM) -> torch.device:
 
 
 def num_embeddings(model: CausalLM) -> int:
-    """Rows of the embedding table: the model can read token ids below this number."""
+    """Number of rows of the input embedding table: the model can read token ids below this number."""
     return model.get_input_embeddings().weight.shape[0]
 
 
 def num_processes(model: CausalLM) -> int:
-    """Number of processes that run the model's passes together (tensor parallelism)."""
+    """Number of processes among which tensor parallelism divides the model's forward passes; 1 without it."""
     return getattr(model, "tp_size", None) or 1
 
 
 def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a model's weights to a device and dtype. Its rotary frequencies stay in float32.
+    """Move a model to a device and dtype, in place, except that its rotary frequencies stay in float32.
 
-    Example: 0.1 in bfloat16 is 0.1001, which would rotate the 30,000th token by three more radians.
-    """
+    Example: 0.1 in bfloat16 is 0.1001, which would rotate the 30,000th token by three more radians."""
     nn.Module.to(model, device=device, dtype=dtype)
     renew_rotary(model, device)
 
@@ -258,11 +256,12 @@ def renew_rotary(model: nn.Module, device: torch.device) -> None:
 
 
 def num_logits(target: CausalLM) -> int:
+    """Size of the vocabulary over which a target's logits and the draft's q are compared."""
     return int(target.config.get_text_config().vocab_size)
 
 
 def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
-    """All end-of-sequence token ids of a generation."""
+    """The end-of-sequence token ids of a generation config; empty if it has none."""
     prepared = getattr(generation_config, "_eos_token_tensor", None)
     if prepared is not None:
         return frozenset(prepared.flatten().tolist())
@@ -271,7 +270,7 @@ def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
 
 
 def longest_text(*models: CausalLM) -> float:
-    """Length in tokens of the longest sequence that all models can read; infinite without position tables."""
+    """Length in tokens of the longest sequence that all `models` can read; infinite if none has a position table."""
     return min((rows for model in models for rows in _position_rows(inner_decoder(model))), default=float("inf"))
 
 
@@ -279,8 +278,7 @@ def _position_rows(decoder: nn.Module) -> Iterator[int]:
     """For each position table of a decoder, the number of tokens that it has rows for.
 
     Example: BART's table has 1026 rows for 1024 tokens (`offset` 2), RoBERTa's 514 for 512 (`padding_idx` 1). GIT's
-    decoder contains an encoder of images, whose table has a row for each patch of an image and is left out.
-    """
+    decoder contains an encoder of images, whose table has a row for each patch of an image and is left out."""
     parts = decoder._modules.items()
     of_text = [part for name, part in parts if part is not None and not any(kind in name for kind in OTHER_INPUTS)]
     for module in [decoder, *chain.from_iterable(map(modules_of, of_text))]:

@@ -17,7 +17,7 @@ ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attent
 
 
 def check_target(target: CausalLM, recurrent: bool = False) -> None:
-    """Raise `ValueError` if `target` cannot be assisted. `recurrent`: whether recurrent states are allowed."""
+    """Raise `ValueError` if the model cannot be a target. `recurrent`: accept models with recurrent states."""
     name = type(target).__name__
     if not target.can_generate():
         raise ValueError(f"{name} cannot generate, so there is nothing to assist. Load it with AutoModelForCausalLM.")
@@ -29,7 +29,7 @@ def check_target(target: CausalLM, recurrent: bool = False) -> None:
 
 
 def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
-    """Why the model cannot be assisted; `None` if it can."""
+    """Why the model cannot be a target, as the predicate of an error message; `None` if it can."""
     config = target.config
     if config.is_encoder_decoder:
         return (
@@ -73,7 +73,7 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
 def keeps_recurrent_state(model: CausalLM) -> bool:
     """Whether a layer of the model has a recurrent state, which cannot be rolled back.
 
-    transformers marks whole classes, but a model of such a class may have attention layers only (Granite 4).
+    transformers marks whole classes (`_is_stateful`), but a model of such a class may have attention only (Granite 4).
     """
     types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     if "linear_attention" in types:
@@ -82,7 +82,7 @@ def keeps_recurrent_state(model: CausalLM) -> bool:
 
 
 def check_cache(cache: object) -> None:
-    """Raise `ValueError` unless `cache` is a cache of transformers that can be rolled back."""
+    """Raise `ValueError` unless the target's `cache` is one of transformers' caches that can drop rejected tokens."""
     if not isinstance(cache, Cache):
         raise ValueError(
             f"The target keeps no key-value cache of transformers ({type(cache).__name__}), so candidates cannot be "
@@ -105,21 +105,20 @@ class FrequencyChange:
 
     Example: with `length` 4096 a sequence of 4094 tokens, the last of them unread, may have 2 candidates. Sequences of
     4096 and 4097 tokens may have none: their passes are the last before the change and the first after it, in which
-    Phi-3 reads the whole sequence again. Longer sequences may have any number, unless `every_token`.
-    """
+    Phi-3 reads the whole sequence again. Longer sequences may have any number, unless `every_token`."""
 
     length: int  # tokens of the longest sequence before the change
     every_token: bool  # whether the frequencies change again at every further token
 
     def max_candidates(self, length: int) -> int | None:
-        """Maximum number of candidates for a sequence of `length` tokens, the last unread; `None`: no limit."""
+        """The most candidates after a sequence of `length` tokens, of which the last is unread; `None`: no limit."""
         if length <= self.length:
             return self.length - length
         return 0 if self.every_token or length == self.length + 1 else None
 
 
 def frequency_changes(config: Any) -> list[FrequencyChange]:
-    """The changes of a model with this text config, shortest first: at most one per kind of layer, usually none."""
+    """The changes in a model with this text config, by length: usually none, at most one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters] if "rope_type" in parameters else [each for each in parameters.values() if each]
     changes = set()

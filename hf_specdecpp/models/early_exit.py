@@ -27,14 +27,14 @@ NUMBERS = ("mlp_only_layers", "moe_layers")
 
 
 def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
-    """A causal LM of some of the target's layers, its embeddings, final norm and LM head; `ValueError` if the target
+    """A draft made of some of the target's layers, its embeddings, final norm and LM head; `ValueError` if the target
     cannot be assisted, `layers` is invalid, the layers cannot be separated, or no chosen layer has attention.
 
-    The modules are copied, and all parameters and buffers are shared: the draft takes hardly any memory, follows the
-    target to another device, and can have a LoRA adapter without changing the target.
+    The modules are copies that share all parameters and buffers with the target: the draft takes hardly any memory,
+    follows the target to another device, and can have a LoRA adapter without changing the target.
 
     Args:
-        layers: the number of first layers, or ascending layer indices.
+        layers: the number n of layers to take, which are the first n, or ascending layer indices.
     """
     check_target(target, recurrent=True)
     decoder = inner_decoder(target)
@@ -52,7 +52,7 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
 
 
 def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
-    """Why a subset of the target's layers cannot draft; `None` if it can. `config`: that of the target's decoder."""
+    """Why a subset of the target's layers cannot draft; `None` if it can. `config` is that of the target's decoder."""
     if getattr(config, "num_kv_shared_layers", 0):
         return "shares keys and values between layers, so a subset of its layers is not a model"
     if getattr(config, "hidden_size_per_layer_input", 0):
@@ -65,7 +65,8 @@ def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
 
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
-    """A copy with the decoder layers `chosen` (indices, in order, even repeated); `ValueError` if none are found."""
+    """A copy of the model, in eval mode and sharing its tensors, whose decoder has the layers with the indices `chosen`
+    in this order; an index may be repeated. `ValueError` if the model's layers are not found."""
     copied = copy_sharing(model)
     # Trainers (TRL's, accelerate's mixed precision) set bound methods that call the original model's forward.
     if isinstance(vars(copied).get("forward"), MethodType):
@@ -87,8 +88,9 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
 
 
 def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> Any:
-    """A copy of a module that shares its parameters and buffers, those of the modules `others`, and `tensors`, if it
-    refers to them. Foreign hooks and forwards are left out: a draft would call them more often than its target does."""
+    """A deep copy of `module` that refers to the same tensors as `module` instead of copies: to its parameters and
+    buffers, to those of the modules `others`, and to the objects `tensors`. The copy has no foreign hooks and forwards
+    (`models.foreign`), because a draft would call them more often than its target does."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
     shared: dict[int, object] = {id(each): each for each in (*kept, *tensors)}
     for part in module.modules():
@@ -106,7 +108,8 @@ def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> A
 
 
 def check_layers(layers: Any, num_layers: int) -> list[int]:
-    """`layers` as indices; `ValueError` unless they exist, ascend, and are at least one but not all `num_layers`."""
+    """Indices of the layers that `layers` means: 3 becomes [0, 1, 2], a sequence of indices a list. `ValueError` unless
+    they ascend, exist, and are at least one but not all of a target's `num_layers` layers."""
     try:
         kept = list(range(min(layers, num_layers + 1))) if type(layers) is int else [index(each) for each in layers]
     except TypeError:  # of a string or another type
@@ -122,7 +125,7 @@ def check_layers(layers: Any, num_layers: int) -> list[int]:
 
 
 def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:
-    """Name and list of the layers of a target's decoder; `ValueError` if they are not found."""
+    """Attribute name and list of the layers in a target's `decoder`; `ValueError` if they are not found."""
     depth = decoder.config.num_hidden_layers
     for name, module in decoder.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
@@ -134,17 +137,16 @@ def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList
 
 
 def per_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
-    """A config's lists with one entry per layer: `layer_types`, `mlp_layer_types`, `no_rope_layers`, ..."""
+    """The fields of a config that are lists with an entry for each layer, by name: `layer_types`, and the like."""
     depth = getattr(config, "num_hidden_layers", None)
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and "layer" in name}
     return {name: value for name, value in lists.items() if len(value) == depth and name not in NUMBERS}
 
 
 def _choose_layers(config: PreTrainedConfig, chosen: Sequence[int], depth: int) -> None:
-    """Change a config of `depth` layers to describe the chosen layers; other configs stay unchanged.
+    """Change `config`, in place, to describe the chosen layers only, if it describes `depth` layers.
 
-    Example: if the first 3 layers are dense, the first 2 of the layers 0, 2 and 5 are dense.
-    """
+    Example: `first_k_dense_replace` 3 becomes 2 for the layers 0, 2 and 5, because the first two of them are dense."""
     if getattr(config, "num_hidden_layers", None) != depth:
         return
     for name, value in per_layer(config).items():

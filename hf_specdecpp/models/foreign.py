@@ -1,8 +1,8 @@
-"""Foreign code in a target's forward passes: hooks, patched forwards, replaced layers (`foreign_passes`).
+"""Foreign code in a target's forward passes: hooks, patched forwards and layers of packages not in `KNOWN`.
 
 Such code may depend on the number of tokens in a pass, for instance a hook that changes the last row only. So passes
-over several tokens are first compared with passes over fewer tokens (`caches.trial.Trial`). The result is stored here
-for later generations.
+over several tokens are first compared with passes over fewer tokens (`caches.trial.Trial`). `ForeignPasses` stores the
+result for later generations.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ KERNELS = os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE  # only kernels of the
 
 
 class ForeignCode:
-    """A piece of code, its name for messages, the module that it belongs to, and a `key` that identifies the code."""
+    """A foreign function `code` with a `name` for messages and the `module` that it belongs to, if any. `key` is equal
+    for code that is found again by a later call: the unique `number` of a hook, or a weak reference."""
 
     def __init__(self, code: Any, name: str, number: int | None = None, module: nn.Module | None = None) -> None:
         self.code, self.name, self.module = code, name, module
@@ -69,7 +70,7 @@ class ForeignCode:
 
 @dataclass
 class ForeignPasses:
-    """Verified properties of a target's forward passes with foreign code."""
+    """What comparisons have shown so far about a target's forward passes with foreign code. `Trial` updates it."""
 
     name: str  # of the code for messages; of the first piece if there are several
     width: int = 1  # maximum number of tokens in a pass, as verified so far
@@ -94,8 +95,8 @@ _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDi
 
 
 def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
-    """The record of the model's passes over a cache with foreign code, kept for later calls; `None` if there is no such
-    code. If the code is not that of the last call, a new record with a width of 1."""
+    """The record of the model's passes over `cache`, if these run foreign code, else `None`. Later calls return this
+    record as long as the foreign code is unchanged, and otherwise a new record with a width of 1."""
     found = list(foreign_code(model, cache))
     if not found:
         return None
@@ -107,7 +108,7 @@ def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
 
 
 def _no_candidates(model: CausalLM, cache: Any) -> str | None:
-    """Why each pass of the model over a cache must read one token only; `None` if comparisons decide (`Trial`)."""
+    """Why foreign code rules out all candidates, for the record of `foreign_passes`; `None` if `Trial` decides."""
     name = PREPARING[1]
     if is_foreign(_method(model, name)):
         return f"{type(model).__name__} runs another {name}, which changes the arguments of its passes after each token"
@@ -117,8 +118,8 @@ def _no_candidates(model: CausalLM, cache: Any) -> str | None:
 
 
 def remembered(model: CausalLM) -> list[Any]:
-    """The visible state of foreign code, to be compared before and after passes: numbers, strings, lengths of lists and
-    sums of tensors, found in attributes of objects and in the variables that functions refer to."""
+    """The visible state of a model's foreign code, which `Trial` compares before and after passes: numbers, strings,
+    lengths of lists and sums of tensors, in attributes of objects and in variables that functions refer to."""
     found: list[Any] = []
     for each in foreign_code(model):
         _remember(each.code, found, DEPTH)
@@ -128,6 +129,7 @@ def remembered(model: CausalLM) -> list[Any]:
 
 
 def _remember(value: Any, found: list[Any], depth: int) -> None:
+    """Append the state of `value` to `found`, and of objects that it refers to, over up to `depth` references."""
     parts: Any = ()
     if type(value) in SIMPLE:
         found.append(value)
@@ -167,8 +169,8 @@ def _referred_to(function: FunctionType) -> Iterator[Any]:
 
 
 def package_of(code: Any) -> str:
-    """The package that defines a function, method, class or the class of an object. Independent of `__module__` for
-    functions, because `functools.wraps` copies it."""
+    """Name of the top-level package that defines a function, a method, a class, or the class of another object. Of
+    functions `__module__` is not used, because `functools.wraps` copies it."""
     while isinstance(code, MethodType | partial):
         code = code.__func__ if isinstance(code, MethodType) else code.func
     if isinstance(code, FunctionType):
@@ -181,7 +183,7 @@ def package_of(code: Any) -> str:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of global variables and attributes in a function's code, nested functions included."""
+    """Names of the global variables and attributes that a function's code uses, including its nested functions."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -189,7 +191,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def is_foreign(code: Any, home: str | None = None) -> bool:
-    """Whether a function, or a function that it wraps, comes from a package that is neither in `KNOWN` nor `home`."""
+    """Whether `code`, or a function that it wraps, comes from a package that is neither in `KNOWN` nor named `home`."""
     left = [code]
     for each in left:
         own = getattr(each, "__dict__", {})
@@ -211,7 +213,7 @@ def _is_foreign_hook(hook: Any) -> bool:
 
 
 def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
-    """All foreign code that a model's passes over a cache run."""
+    """All foreign code that a model's passes over `cache` run, including methods of the cache."""
     together = {**every_module._global_forward_pre_hooks, **every_module._global_forward_hooks}
     for number, hook in together.items():
         if _is_foreign_hook(hook):
@@ -261,14 +263,14 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
 
 
 def _methods_of(cache: Any, name: str) -> list[Any]:
-    """The methods with this name of a cache and of the classes of its layers."""
+    """The method `name` of a cache, then those of the classes of its layers."""
     layers = {type(each) for each in cache.layers} | {cache.layer_class_to_replicate or DynamicLayer}
     own = vars(cache).get(name, getattr(type(cache), name))
     return [own, *(getattr(each, name) for each in layers if issubclass(each, CacheLayerMixin))]
 
 
 def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
-    """Foreign functions that replace those of PyTorch, or of transformers' modules (files) that define `kinds`."""
+    """Foreign functions that replace those of PyTorch or of transformers' files, which define the classes `kinds`."""
     modules = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
     homes: list[Any] = [torch, Tensor, functional, sdpa_attention, *map(sys.modules.__getitem__, sorted(modules))]
     for home in homes:
@@ -291,28 +293,28 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
 
 
 def active_modes() -> list[Any]:
-    """Active function and dispatch modes of PyTorch in this thread, without the mode of a default device."""
+    """The `TorchFunctionMode`s and `TorchDispatchMode`s active in this thread, except that of a default device."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [mode for mode in modes if type(mode).__module__ != DeviceContext.__module__]
 
 
 def _method(model: CausalLM, name: str) -> Any:
-    """A method of a model or its class, not bound: `getattr` would return a new object each time."""
+    """The method `name` of a model, not bound: `getattr(model, name)` would be another object each time."""
     return vars(model).get(name) or getattr(type(model), name)
 
 
 def _own_package_of(kind: type[Any], model: CausalLM) -> str | None:
-    """The package of the model's class if no other package defines a forward of `kind`, else `None`.
+    """The package of the model's class, if it alone defines the forward of the module class `kind`, else `None`.
 
-    Example: with a model of the Hub, whose code is in the package "transformers_modules", a layer that extends
-    `torch.nn.Module` returns "transformers_modules", and a layer that extends `LlamaAttention` returns `None`."""
+    Example: the code of a model is in the Hub's package "transformers_modules". For its class of layers that extends
+    `torch.nn.Module` the result is "transformers_modules", for a class that extends `LlamaAttention` `None`."""
     own = type(model).__module__.partition(".")[0]
     defining = [each for each in kind.__mro__ if "forward" in vars(each) and each is not nn.Module]
     return own if {each.__module__.partition(".")[0] for each in defining} == {own} else None
 
 
 def _name(code: Any) -> str:
-    """The name of code for messages, with its Python module: "steer (mine.hooks)"."""
+    """The name of `code` and of its Python module, for messages: "steer (mine.hooks)"."""
     while isinstance(code, partial):
         code = code.func
     name, home = getattr(code, "__name__", type(code).__name__), getattr(code, "__module__", None)

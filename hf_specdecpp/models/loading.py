@@ -27,7 +27,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """A context for commands: no progress bars of loading, and only errors among transformers' log messages."""
+    """A context for the command line, in which loading shows no progress bars and transformers logs errors only."""
     verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -40,7 +40,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def show_bars() -> None:
-    """Show progress bars again, without a warning if the environment disables those of huggingface_hub."""
+    """Enable transformers' progress bars, without a warning if the environment disables those of huggingface_hub."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         logging.enable_progress_bar()
@@ -49,8 +49,8 @@ def show_bars() -> None:
 def load_model(
     name: str | Path | Repository, revision: str | None = None, dtype: Any = "auto", device: Any = "cpu"
 ) -> CausalLM:
-    """A causal LM in eval mode from the Hub or a local folder, with its commit in the config. `org/repo/folder` is a
-    folder of a repository; a `Repository` has a revision of its own.
+    """Load a causal LM in eval mode from the Hub or a local folder, and record its commit in the config. The `name`
+    "org/repo/folder" means a folder of a repository; a `Repository` contains its revision.
 
     Raises:
         ValueError: the files are damaged or inconsistent, or name code that would be run.
@@ -82,8 +82,8 @@ def load_model(
 
 
 def _check_config(source: Repository) -> str | None:
-    """The commit of a model's config, if known. `ValueError` for one that names code on the Hub, or has more layers
-    than the files have tensors."""
+    """Check the `config.json` of a model before loading, and return its commit, if known. `ValueError` if it names code
+    on the Hub, or has more layers than the files have tensors."""
     try:
         path = source.file("config.json")
     except LocalEntryNotFoundError:  # transformers' error would advise to check the connection
@@ -113,6 +113,7 @@ def _check_config(source: Repository) -> str | None:
 
 
 def load_tokenizer(name: str | Repository, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """A tokenizer from the Hub or a local folder; `name` and `revision` as in `load_model`."""
     source = name if isinstance(name, Repository) else Repository(name, revision)
     return AutoTokenizer.from_pretrained(
         source.name, revision=source.revision, trust_remote_code=False, subfolder=source.subfolder or "",
@@ -121,7 +122,7 @@ def load_tokenizer(name: str | Repository, revision: str | None = None) -> PreTr
 
 
 def load_model_config(name: str) -> Any:
-    """The config of a model, from the Hub or a folder."""
+    """The config of a model, by its name on the Hub or its folder, without its weights."""
     source = Repository(name)
     if not source.is_local:
         source.file("config.json")  # raises a clear error if missing
@@ -133,12 +134,12 @@ SOURCE = "_specdecpp_source"  # attribute of models loaded here: their `Reposito
 
 
 def hash_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the tokenizer's token-to-id map without added tokens."""
+    """SHA-256, in hexadecimal digits, of the tokenizer's token-to-id map without added tokens."""
     return hashlib.sha256(json.dumps(sorted(_regular(tokenizer).items())).encode()).hexdigest()
 
 
 def special_ids(*configs: Any) -> frozenset[int]:
-    """All special token ids in configs: ends of sequences, padding, placeholders of images and sounds."""
+    """All special token ids in model or generation configs: ends of sequences, padding, placeholders of images."""
     ids: set[int] = set()
     for config in configs:
         for name, value in config.to_dict().items():
@@ -148,7 +149,7 @@ def special_ids(*configs: Any) -> frozenset[int]:
 
 
 def tokenizer_of(model: CausalLM | Repository) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model, from its folder or the local cache; `None` if it cannot be loaded from there."""
+    """The tokenizer of a model, from its folder or the Hub's local cache, without downloads; `None` if not found."""
     source = source_of(model)
     if not source.name:
         return None
@@ -159,7 +160,8 @@ def tokenizer_of(model: CausalLM | Repository) -> PreTrainedTokenizerBase | None
 
 
 def source_of(model: CausalLM | Repository) -> Repository:
-    """The repository of a model: that from which it was loaded here, or by its name."""
+    """The repository from which `load_model` loaded a model; for other models, the one that `config.name_or_path`
+    names. A `Repository` is returned unchanged."""
     if isinstance(model, Repository):
         return model
     return vars(model).get(SOURCE) or Repository(model.config.name_or_path)
@@ -172,8 +174,8 @@ def _load_tokenizer(name: str, revision: str | None, cache_dir: str | Path | Non
 
 
 def check_named_draft(source: Repository, raw: Mapping[str, Any], target: CausalLM, ids_are_listed: bool) -> None:
-    """`check_same_tokenizer` for a draft given by name, with the config `raw`, before its weights are downloaded or
-    read. May download its tokenizer to the local cache. A missing one raises no error."""
+    """Call `check_same_tokenizer` for the draft in the repository `source`, with the fields `raw` of its `config.json`,
+    before its weights are downloaded or read. May download the draft's tokenizer; without one, sizes are compared."""
     inner = raw.get("text_config")
     size = raw.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
     if tokenizer_of(source) is None:  # so download it into the local cache
@@ -188,12 +190,12 @@ def check_same_tokenizer(
     """Raise `ValueError` if draft and target use some ids for different tokens, or if the draft has less than half as
     many ids as the target.
 
-    Such a draft would be slow, although the output would be exact. If a tokenizer is not found (a model built in
-    memory), only the numbers of ids are compared (here and in `warn_of_sizes`).
+    With such a draft the output would be exact, but slow. If a tokenizer is not found (a model built in memory), only
+    the numbers of ids are compared, here and in `warn_of_sizes`.
 
     Args:
         draft, size: the draft or its repository, and its number of token ids, `None` if unknown.
-        ids_are_listed: whether `draft_vocab` lists the ids that the draft proposes, so that few are enough.
+        ids_are_listed: whether the user's `draft_vocab` lists the ids that the draft proposes, so that few are enough.
     """
     target_name, name = target.config.name_or_path, source_of(draft).full_name
     most = target.config.get_text_config().vocab_size
@@ -220,7 +222,7 @@ def check_same_tokenizer(
 
 
 def warn_of_sizes(target: CausalLM, draft: CausalLM) -> None:
-    """Warn if target and draft have different numbers of token ids and a tokenizer is missing."""
+    """Warn if target and draft have different numbers of token ids, and a missing tokenizer prevents a comparison."""
     sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
     if sizes[0] == sizes[1] or None not in map(tokenizer_of, (target, draft)):
         return
@@ -238,16 +240,16 @@ def warn_of_sizes(target: CausalLM, draft: CausalLM) -> None:
 def outside(size: int | None, target: CausalLM) -> str | None:
     """Why a draft with `size` token ids does not fit a target; `None` if it does, or if `size` is `None`.
 
-    Up to `PADDING` more ids than the target's may be padding. Even more are of another tokenizer, and the logits would
-    be as wide as an untrusted config demands.
-    """
+    Up to 1024 ids (`PADDING`) more than the target has may be padding. More mean another tokenizer, and an untrusted
+    config could demand logits of any width."""
     known = target.config.get_text_config(decoder=True).vocab_size
     is_likely = size is None or size <= known + PADDING
     return None if is_likely else f"was made for {size} token ids, and there are {known}"
 
 
 def check_hash(target: CausalLM, expected: str | None, trained_for: str | None) -> None:
-    """Raise `ValueError` if the hash of the target's tokenizer is not `expected`. Unknown hashes raise no error."""
+    """Raise `ValueError` if `hash_of` the target's tokenizer is not `expected`, the hash in the config of an assistant
+    that was trained for the target named `trained_for`. No error if either hash is unknown."""
     tokenizer = tokenizer_of(target)
     if expected is None or tokenizer is None or hash_of(tokenizer) == expected:
         return

@@ -20,16 +20,15 @@ ACTIVATION_SETTINGS = ("act_quant_kwargs", "activation_quantization", "input_qua
 
 
 def is_quantised(layer: Any) -> bool:
-    """Whether the weight of a layer is not an ordinary parameter of floating point numbers."""
+    """Whether the weight of a layer is anything other than an ordinary parameter of floating point numbers."""
     return type(layer.weight) is not nn.Parameter or layer.weight.dtype not in ORDINARY
 
 
 def states_of(module: nn.Module) -> Iterator[object]:
-    """The quantisation states of bitsandbytes layers in a module: scales, and in 8 bits also the integers.
+    """The objects with the quantisation states of a module's bitsandbytes layers: scales, in 8 bits also the integers.
 
-    The first pass of a layer moves these out of the weight (8 bits), or reorders weight and scales (4 bits, on some
-    CPUs). So a copy of the layer that shares the weight must also share the state.
-    """
+    A layer's first forward pass moves the integers from the weight to the state (8 bits), or reorders weight and scales
+    (4 bits, on some CPUs). So a copy of the layer that shares the weight must also share the state."""
     for layer in module.modules():
         if _is_of_bitsandbytes(layer):
             yield from (vars(layer)[name] for name in ("state", "quant_state") if vars(layer).get(name) is not None)
@@ -39,8 +38,7 @@ def states_of(module: nn.Module) -> Iterator[object]:
 def rows_of(head: Any, token_ids: Tensor) -> Tensor:
     """The rows `[n, hidden_size]` of a quantised LM head's weight for `token_ids` `[n]`, as floating point numbers.
 
-    They are computed as logits of unit vectors, because packed integers cannot be indexed.
-    """
+    They are computed as the head's logits for unit vectors, because packed integers cannot be indexed."""
     bias = getattr(head, "bias", None)
     dtype = torch.float32 if bias is None else bias.dtype
     weight = head.weight
@@ -53,18 +51,17 @@ def rows_of(head: Any, token_ids: Tensor) -> Tensor:
 
 
 def sizes_of(head: Any) -> tuple[int, int]:
-    """Numbers of inputs and outputs of an LM head, also if its weight is packed (4 bits)."""
+    """`(hidden_size, vocab_size)` of an LM head, also if its weight is packed (4 bits)."""
     if isinstance(getattr(head, "in_features", None), int):
         return head.in_features, head.out_features
     return head.weight.shape[1], head.weight.shape[0]
 
 
 def quantised_activations(model: nn.Module) -> str | None:
-    """Name of the layers of a model that quantise their inputs; `None` if there are none.
+    """Name, for messages, of layers of the model that quantise their inputs; `None` if there are none.
 
-    Passes of different sizes round the last digits differently. This sometimes moves an input by a quantisation step,
-    and later layers amplify the error, up to half the spread of the logits (docs/using.md).
-    """
+    Passes over one and over several tokens round the last digits differently. Quantisation sometimes turns this into a
+    whole step, and later layers amplify the error, up to half the spread of the logits (docs/using.md)."""
     layers = modules_of(model)
     for kind in set(map(type, layers)):
         if kind.__module__.startswith("bitsandbytes") and kind.__name__ == "Linear8bitLt":
@@ -81,7 +78,7 @@ def quantised_activations(model: nn.Module) -> str | None:
 
 
 def multiplies_in_half(model: nn.Module) -> bool:
-    """Whether bitsandbytes layers of the model compute in half precision, which may differ from the model's dtype."""
+    """Whether the model has bitsandbytes layers that compute in half precision, whatever the model's dtype is."""
     layers = [layer for layer in model.modules() if _is_of_bitsandbytes(layer)]
     dtypes = {getattr(vars(layer).get("quant_state"), "dtype", None) for layer in layers}
     dtypes |= {getattr(layer, "compute_dtype", None) for layer in layers}

@@ -26,7 +26,7 @@ FINAL = -1  # in `reads`, instead of a layer's index
 
 
 class StateReader(nn.Module):
-    """Base class of modules that make a draft's inputs from target states and embeddings."""
+    """Base class of modules that make a draft's inputs from token embeddings and the target's hidden states."""
 
     hidden_size: int  # of the draft's states, and of the target's unless a subclass overrides `width`
     embedding_size: int
@@ -36,27 +36,27 @@ class StateReader(nn.Module):
 
     @property
     def width(self) -> int:
-        """Size of the concatenated states of a token."""
+        """Size of a token's concatenated target states."""
         return len(self.reads) * self.hidden_size
 
 
 class TargetStates:
-    """Captures the states that a draft reads from the target's own passes; `ValueError` if the target lacks one of the
-    layers.
+    """Captures hidden states that a draft reads in the target's own forward passes; `ValueError` if the target lacks
+    one of the layers.
 
-    Hooks keep references to outputs of the decoder and its layers. A compiled target may skip hooks, so it also returns
-    the states (`requesting`). Hooks are no longer used once a pass returned the same tensors as the hooks captured, or
-    hooks captured nothing. Targets that are not compiled do not return states: for this, transformers would leave
-    hooks in them, with which they cannot be pickled.
+    Hooks store the outputs of the layers and of the decoder. A compiled target may skip hooks, so it is also asked to
+    return the states (`requesting`). Hooks are no longer used once a pass has returned the same tensors that they have
+    captured, or they have captured nothing. Other targets are not asked: transformers would leave hooks in them, with
+    which they cannot be pickled.
 
-    Also a context around passes over parts of one sequence: hooks capture all their states. Other threads are ignored.
+    `catch` captures one call. As a context, it captures all passes of this thread, over parts of one sequence.
 
     Example: a draft reads layer 1 and the final state of a target with 3 layers. State 0 is the embeddings, so the
     forward returns these as states 2 and 3.
 
     Args:
         target: the model whose passes are captured.
-        reader: defines the layers; with `None` nothing is captured.
+        reader: defines which states are read; `None` if the draft reads none, so that nothing is captured.
 
     Attributes:
         are_returned: whether passes return the states, so that hooks are not needed.
@@ -79,21 +79,21 @@ class TargetStates:
         self._handles: list[Any] = []
 
     def set_states(self, states: list[Tensor]) -> None:
-        """Set the states `[1, n, size]` of a pass captured as a CUDA graph, in the order of `reads`."""
+        """Store the states of a pass that ran as a CUDA graph: for each of `StateReader.reads` `[1, n, size]`."""
         self._caught = [[each] for each in states]
 
     def latest(self) -> list[Tensor]:
-        """The captured states `[rows, n, size]` of the latest pass, in the order of `reads`."""
+        """The states captured in the latest pass: for each of `StateReader.reads` `[rows, n, size]`."""
         return [caught[-1] for caught in self._caught]
 
     def requesting(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """`model_kwargs`, plus the request to return the states if the target is compiled."""
+        """`model_kwargs` of a forward pass, for compiled targets with the request to return the states."""
         if not self._numbers or model_kwargs.get("output_hidden_states"):  # all of them
             return model_kwargs
         return model_kwargs | {"output_hidden_states": self._numbers}
 
     def catch(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-        """Run a forward pass, whose arguments are from `requesting`, capture its states, and return its outputs."""
+        """Run a forward pass with `inputs` from `requesting`, capture its states, and return its output."""
         if not self._modules:
             return forward(*args, **inputs)
         with nullcontext() if self.are_returned else self:
@@ -106,7 +106,7 @@ class TargetStates:
         return outputs
 
     def _returned(self, outputs: Any) -> list[list[Tensor]]:
-        """The states in the outputs of a pass, one list per layer; empty if the pass returned none."""
+        """The states in the outputs of a pass, a list of one tensor per layer; empty if the pass returned none."""
         states = (outputs.hidden_states or ()) if self._numbers else ()
         if len(states) <= max(self._numbers, default=0):
             return []
@@ -141,16 +141,16 @@ class TargetStates:
             caught.clear()
 
     def by_row(self, count: int) -> list[Tensor | None]:
-        """`states_of` by row: for each of the `count` rows of a batch `[1, n, width]`, or `None` if none are read."""
+        """`states_of()` split into the `count` rows of a batch: `[1, n, width]` each, or `None` if none are read."""
         states = self.states_of()
         return [None] * count if states is None else list(states.split(1))
 
     def states_of(self, rows: Tensor | slice = slice(None)) -> Tensor | None:
-        """Return and clear the captured states `[batch, n, width]`, at positions `rows` of the passes; `None` if none
-        are read. `RuntimeError` if a compiled pass neither called hooks nor returned states.
+        """Remove the captured states and return those of the tokens with the indices `rows` in the passes, concatenated
+        over layers: `[batch, n, width]`. `None` if the draft reads none. `RuntimeError` if a compiled pass neither
+        called hooks nor returned states.
 
-        Example: `rows` [0, 1] after a pass over the last token and 3 candidates, of which 1 was accepted.
-        """
+        Example: `rows` is [0, 1] after a pass over the last token and 3 candidates, of which 1 was accepted."""
         if not self._modules:
             return None
         if not all(self._caught):
@@ -168,7 +168,8 @@ class TargetStates:
 
 
 def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
-    """The modules of `reads`, in order: layers, for `FINAL` the decoder. `ValueError` if the target lacks a layer."""
+    """The target's modules whose outputs a draft reads, in the order of `StateReader.reads`: a layer for an index, the
+    decoder for `FINAL`. `ValueError` if the target lacks a layer."""
     decoder = inner_decoder(target)
     stack = layer_stack(decoder, target)[1]
     if missing := [read for read in reader.reads if read >= len(stack)]:
@@ -180,7 +181,7 @@ def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
 
 
 def state_of(module: nn.Module, output: Any) -> Tensor:
-    """The states `[rows, n, size]` in a module's output; `ValueError` if they do not have three dimensions."""
+    """The hidden states `[rows, n, size]` in a module's output; `ValueError` if they do not have three dimensions."""
     states: Tensor = output if isinstance(output, Tensor) else output[0]
     if states.dim() != 3:
         raise ValueError(
@@ -191,8 +192,8 @@ def state_of(module: nn.Module, output: Any) -> Tensor:
 
 
 def state_numbers(reader: StateReader, num_layers: int) -> list[int]:
-    """Indices of a reader's states among the hidden states of a forward: 0 for the embeddings, `num_layers` for the
-    final state. Empty if the output of the last layer is read, which forwards do not return."""
+    """Indices of a reader's states among the `hidden_states` that a forward returns: 0 for the embeddings, `num_layers`
+    for the final state. Empty if the last layer's own output is read, which forwards do not return."""
     if num_layers - 1 in reader.reads:
         return []
     return [num_layers if read == FINAL else read + 1 for read in reader.reads]

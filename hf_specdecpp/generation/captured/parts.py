@@ -33,7 +33,7 @@ logger: Any = logging.get_logger("hf_specdecpp")
 
 
 class GraphDrafts(Drafts):
-    """Proposes candidates by launching the graphs of a round, without waiting for them; `RoundGraphs` reads the result.
+    """Launches whole rounds as graphs, from draft to commit, without waiting: `RoundGraphs.read` gets the results.
 
     Args:
         texts: a single sequence, or the rows of a batch.
@@ -41,9 +41,11 @@ class GraphDrafts(Drafts):
         chooser: chooses the shape of each round.
 
     Attributes:
-        process: calls the target's logits processors between graphs; `None` if the graphs contain all processors.
-        made: number of rounds so far; `begin_texts` precedes the first one.
-        longest: length of sequences above which rounds draft only if tokens that the draft must read fill its window.
+        process: runs the target's processors between graphs; `None` if the graphs contain all processors.
+        made: number of rounds so far; the first one begins with `begin_texts`.
+        shape: of the latest round.
+        longest: length of sequences above which rounds have no candidates, unless the draft's window is full.
+        rates: calibrates the device's estimates; `None`: not calibrated. `FastestShapes.rates` are others, of chains.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class GraphDrafts(Drafts):
         self.process = None if graphs_run_all else self._process
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
         self.longest -= max(shape.levels for shape in chooser.shapes)
-        self.rates = getattr(self.generator.method.rule, "rates", None)  # calibrates estimates
+        self.rates = getattr(self.generator.method.rule, "rates", None)
         if chooser.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
             self.rates = self.generator.learned_rates(trees=True)
 
@@ -89,11 +91,11 @@ class GraphDrafts(Drafts):
             chains = [each.found.tokens[: self.shape.given] for each in lookups]
             self.rounds.draft.give(dict(zip(active, chains, strict=True)))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
-        self.rounds.propose(self.shape, length, self.process)
+        self.rounds.launch(self.shape, length, self.process)
 
-    def verify(self) -> list[RoundReport]:
-        """Called by `RoundGraphs.read`: waits for the round, and returns its report for each active sequence."""
-        reports = self.rounds.verify(self.shape)
+    def read_reports(self) -> list[RoundReport]:
+        """Called by `RoundGraphs.read`: wait for the round, and return a report for each active sequence."""
+        reports = self.rounds.read_reports(self.shape)
         if isinstance(self.chooser, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.chooser.seconds.record_round(self.shape, time.perf_counter() - self._launched)
         self.made += 1
@@ -164,7 +166,7 @@ class GraphTarget(RoundTarget):
 
 
 class RoundGraphs(GraphTarget):
-    """Whole rounds as CUDA graphs, which `graph_drafts` launches: the device drafts and verifies the candidates."""
+    """The target in whole rounds as graphs, which `graph_drafts` launches: the device also verifies and commits."""
 
     def __init__(self, graph_drafts: GraphDrafts, passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         super().__init__(graph_drafts.texts, passes, drafts, usual)
@@ -177,7 +179,7 @@ class RoundGraphs(GraphTarget):
             raise GraphsFailedError("a stopping criterion replaces tokens, and graphs go on from their own")
 
     def read(self, rounds: Sequence[Round]) -> None:
-        for each, report in zip(rounds, self.graph_drafts.verify(), strict=True):
+        for each, report in zip(rounds, self.graph_drafts.read_reports(), strict=True):
             emitted = [*map(report.tree.tokens.__getitem__, report.path), report.token]
             # No scores: with requested scores rounds are not captured whole.
             each.result, each.is_verified = RoundResult(report.path, emitted, NO_SCORES, NO_SCORES), True
@@ -185,7 +187,7 @@ class RoundGraphs(GraphTarget):
 
     def commit(self, rounds: Sequence[Round]) -> None:
         """Count the emitted tokens as cached; the graphs have updated the caches of both models."""
-        self.passes.context.num_tokens += rounds[0].emitted.kept  # used for single sequences only
+        self.passes.context.num_tokens += rounds[0].emitted.kept  # for `copy_back` of a single sequence
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):

@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Local(local):
-    """The contexts that this thread has entered. The last one determines how layers multiply."""
+    """`FasterProducts.layers` of the contexts that this thread has entered. The last decides how layers multiply."""
 
     def __init__(self) -> None:
         self.contexts: list[Mapping[nn.Linear, Forward]] = [{}]
@@ -46,21 +46,21 @@ _lock = RLock()
 class FasterProducts:
     """A reentrant context in which models on a CPU use the fastest matrix multiplications for this machine.
 
-    Other threads are not affected. Layers use PyTorch's own kernel in autocast, with gradients and for inputs
-    of another dtype. Hooks run as usual. Layers with compiled, parametrised, quantised or replaced forwards or weights
-    are not changed. Attention is grouped in every dtype, unless a model is compiled.
-
-    A layer uses the copy of its weight as soon as the copy exists, even within a generation.
+    A large linear layer uses the copy of its weight (`models.cpu.products`) as soon as the copy exists, even within a
+    generation, but PyTorch's own kernel in autocast, with gradients, for inputs of another dtype and in other threads.
+    Hooks run as usual. Layers with compiled, parametrised, quantised or replaced forwards or weights are not changed.
+    Attention is grouped (`grouped_attention`) in every dtype, unless a model is compiled.
 
     Args:
-        target: the model whose time `seconds` gives.
+        target: the target; `seconds` and `described` are about its layers.
         draft: modules of the draft. Layers that are the target's, too, do not use int8, which would change the output.
-        copies: owner of exact copies of the weights, which are checked and renewed here. `None`: no exact copies.
-        int8: owner of the int8 copies of the draft's weights, for passes over few tokens, also checked here. `None`:
-            the draft's layers use exact copies, too.
+        copies: owner of exact copies of the weights; missing and changed ones are requested. `None`: no exact copies.
+        int8: owner of the int8 copies of the draft's weights, for passes over few tokens. Missing and changed ones are
+            made here. `None`: the draft's layers use exact copies, too.
 
     Attributes:
-        layers: for each layer with a copy its forward in this context.
+        layers: for each layer that may have a copy, its forward in this context.
+        groups_attention: whether attention is grouped.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class FasterProducts:
 
     @property
     def described(self) -> str:
-        """The kernels of the target's large layers now: "own", or such as "float16 (200 of 210 layers)"."""
+        """The kernels of the target's large layers at present: "own", or such as "float16 (200 of 210 layers)"."""
         made = Counter(found.copy.name for _, copy, _ in self._of_target if (found := copy.made) is not None)
         count = len(self._of_target)
         names = [name if number == count else f"{name} ({number} of {count} layers)" for name, number in made.items()]
         return ", ".join(names) or "own"
 
     def seconds(self, rows: int, own: bool = False) -> float | None:
-        """Processor seconds of the target's large layers in a pass over `rows` tokens, from measured times; `None` if
-        the target has no such layers. `own`: with PyTorch's own kernels."""
+        """Processor seconds that the target's large layers take in a pass over `rows` tokens, from measured times;
+        `None` if there are no such layers. `own`: as if no layer had a copy yet."""
         if not self._of_target:
             return None
         if (key := (rows, own, background.made)) not in self._seconds:  # 0.3 ms for a model of 28 layers
@@ -138,7 +138,7 @@ class FasterProducts:
 
 
 def _multiply(layer: nn.Linear, input: Tensor) -> Tensor:
-    """Forward of a layer while a thread is in its context: the context's in that thread, PyTorch's own in others."""
+    """Replaces a layer's forward while contexts use it: runs the context's in its thread, PyTorch's own in others."""
     here = _local.contexts[-1].get(layer)
     return functional.linear(input, layer.weight, layer.bias) if here is None else here(input)
 
@@ -151,10 +151,9 @@ def _is_routed(layer: nn.Module) -> bool:
 
 
 def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
-    """Ordinary linear layers on a CPU with at least `LEAST_ELEMENTS` elements, each once, outside compiled modules.
+    """Ordinary linear layers on a CPU with at least 100,000 elements, each once, outside of compiled modules.
 
-    Each `generate()` visits all modules here, perhaps thousands, so no function is called for an ordinary module.
-    """
+    Each `generate()` visits all modules here, perhaps thousands, so no function is called for an ordinary module."""
     seen: set[nn.Module] = set()
     left: list[nn.Module | None] = list(models)
     while left:
@@ -180,17 +179,17 @@ def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
 
 
 def _recompiles(module: nn.Module) -> bool:
-    """Whether the module is compiled, so that replacing a forward would recompile it."""
+    """Whether the module is compiled, so that replacing a layer's forward or the attention would recompile it."""
     return has_compiled_call(module) or "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
 
 
 def can_be_copied(layer: nn.Linear) -> bool:
-    """Whether changes of the weight can be noticed, and no hook may change it before each forward."""
+    """Whether all changes of the layer's weight can be noticed, and no hook may change the weight before a forward."""
     return can_fingerprint(layer.weight) and not layer.weight.is_inference() and not layer._forward_pre_hooks
 
 
 def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
-    """A forward of the layer that uses the copy of its weight once it exists, for suitable numbers of rows."""
+    """A forward for the layer that uses the `copy` of its weight once it is made, for numbers of rows that suit it."""
     width = layer.in_features
 
     def forward(input: Tensor) -> Tensor:

@@ -19,14 +19,14 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def computes_in_half(model: Any) -> bool:
-    """Whether passes of a model on a CPU round to half precision: by its dtype, or by `torch.autocast`."""
+    """Whether a model's forward passes on a CPU compute in half precision, by its dtype or `torch.autocast`."""
     if torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu") in HALF
     return model.dtype in HALF
 
 
 class _Local(local):
-    """The keys that each query sees, by mask of the pass; `None` if this thread attends from all queries at a time."""
+    """Results of `_seen_keys` by attention mask, in a thread within `separate_queries`; `None` in other threads."""
 
     seen: dict[Tensor, list[slice | Tensor] | None] | None = None
 
@@ -36,11 +36,11 @@ _local = _Local()
 
 @contextmanager
 def separate_queries() -> Iterator[None]:
-    """Within a forward pass over a chain or a tree, attend from one query at a time, as passes over one token do.
+    """A context for a forward pass over a chain or a tree, which attends from one query at a time, as passes over one
+    token do.
 
-    PyTorch's kernels add up the products of several queries in another order than those of one. In half precision the
-    results are then rounded differently, so of two nearly tied tokens the other one may be chosen. Not for passes whose
-    masks also hide tokens of the prompt.
+    With several queries PyTorch's kernels sum in another order. In half precision results are then rounded differently,
+    so that of two nearly tied tokens the other one may be chosen. Not used if the mask also hides tokens of the prompt.
     """
     _local.seen = {}
     try:
@@ -58,7 +58,8 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """transformers' `sdpa` attention with the same bits, without copies of keys and values for heads that share them.
+    """Replaces transformers' attention function `sdpa` on CPUs: equal results, bit for bit, without copies of keys and
+    values for query heads that share them.
 
     transformers makes these copies if several tokens are read with a mask, as in every verification, because CUDA has
     no fast kernel without copies. CPUs have one.
@@ -97,12 +98,11 @@ def grouped_attention(
 
 
 def _seen_keys(mask: Any, known: dict[Tensor, list[slice | Tensor] | None]) -> list[slice | Tensor] | None:
-    """For each query of a boolean mask `[1, 1, tokens, cached tokens]` the keys that it sees: their number as a slice,
-    or their indices in a tree; `None` for other masks, or if a window hides the first key of a query. Kept in `known`.
+    """For each query of a boolean mask `[1, 1, tokens, cached tokens]` the keys that it sees, a slice or in a tree
+    indices; `None` for other masks, or if a window hides a query's first key. Later layers find the result in `known`.
 
     Example: after a prefix of 2 tokens the root, its child and the child's sibling see `[:3]`, `[:4]` and
-    `[0, 1, 2, 4]`.
-    """
+    `[0, 1, 2, 4]`."""
     if mask not in known:
         known[mask] = None
         if mask.dtype is torch.bool and len(mask) == 1 and bool(mask[..., 0].all()):

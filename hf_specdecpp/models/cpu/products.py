@@ -1,7 +1,7 @@
-"""Matrix multiplications on a CPU with a copy of a layer's weight: in float16, packed by oneDNN, or in int8. Their
-times on this processor (`ProductTimes`) are measured once per process.
+"""Matrix multiplications (products) on a CPU with a copy of a layer's weight: in float16, packed by oneDNN, or in
+int8. Their times on this processor (`ProductTimes`) are measured once per process.
 
-PyTorch's own kernel reads a weight of `out * in` elements once for every few rows. These kernels read the weight once
+PyTorch's own kernel reads a weight of `out * in` elements once for every few rows of inputs. These kernels read it once
 for many rows, so a forward pass over eight tokens takes little longer than a pass over one token.
 
 `Float16Weight` stores each element exactly (or with an error of at most 2^-24 of its row's largest element) and sums in
@@ -46,7 +46,7 @@ MOST_LOSS = 1.3  # ratio of times up to which a copy that is faster for fewer ro
 
 @dataclass(frozen=True, eq=False)
 class Float16Weight:
-    """A weight `[out, in]` times a power of two, in float16 and packed for FBGEMM."""
+    """A copy of a weight `[out, in]`, multiplied by a power of two, in float16, and packed for FBGEMM."""
 
     parts: tuple[Any, ...]  # FBGEMM's packed matrices, each of consecutive outputs
     unit: float  # factor of the activations, 1 / the power of two
@@ -55,19 +55,19 @@ class Float16Weight:
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
-        """Whether float16 can represent the elements of a floating point weight times a power of two, up to `EXACT`."""
+        """Whether float16 can represent a weight times a power of two, with errors up to 2^-24 of a row's largest."""
         scale = _scale_of(weight)
         return scale is not None and all(_fits(rows.float() * scale) for rows in _blocks(weight.detach()))
 
     @classmethod
     def of(cls, weight: Tensor) -> Float16Weight:
-        """The copy of a weight for which `fits` is true."""
+        """Make the copy of a weight for which `fits` is true."""
         scale = _scale_of(weight) or 1.0
         pack = torch.ops.quantized.linear_prepack_fp16
         return cls(tuple(pack(rows.float() * scale, None) for rows in _blocks(weight.detach())), 1.0 / scale)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., out]`: `x` `[..., in]` times the weight plus `bias`, summed in float32, in the dtype of `x`."""
+        """`[..., out]`: inputs `x` `[..., in]` times the weight, plus `bias`, in the dtype of `x`. Sums in float32."""
         inputs = x.reshape(-1, x.shape[-1]).float() * self.unit
         parts = [torch.ops.quantized.linear_dynamic_fp16(inputs, part) for part in self.parts]
         output: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -78,7 +78,7 @@ class Float16Weight:
 
 @dataclass(frozen=True, eq=False)
 class OneDnnWeight:
-    """A float32 weight, packed by oneDNN for few rows."""
+    """A copy of a float32 weight, packed by oneDNN for few rows of inputs."""
 
     packed: Tensor
     name = "oneDNN"
@@ -93,11 +93,10 @@ class OneDnnWeight:
 
 
 def _scale_of(weight: Tensor) -> float | None:
-    """The power of two for a `Float16Weight`; `None` for a weight with NaN or infinity, or without elements.
+    """The power of two that a `Float16Weight` multiplies by; `None` if the weight has NaN, infinity or no elements.
 
     Example: if the largest element is 0.3125, the factor is 2^16, and this element becomes 20480. A bfloat16 element of
-    2^-30 becomes 2^-14, which float16 stores with all 8 bits.
-    """
+    2^-30 becomes 2^-14, which float16 stores with all 8 bits."""
     largest = max(map(abs, torch.stack(weight.detach().aminmax()).tolist())) if weight.numel() else math.nan
     if not math.isfinite(largest):
         return None
@@ -106,13 +105,13 @@ def _scale_of(weight: Tensor) -> float | None:
 
 
 def _fits(scaled: Tensor) -> bool:
-    """Whether float16 can represent the float32 elements `[out, in]`, up to `EXACT`."""
+    """Whether float16 can represent float32 elements `[out, in]`, with errors up to 2^-24 of a row's largest."""
     error = (scaled.half().float() - scaled).abs_().amax(dim=1)
     return not bool((error > EXACT * scaled.abs_().amax(dim=1)).any())
 
 
 def kind_of_copy(weight: Tensor) -> type[Float16Weight] | type[OneDnnWeight] | None:
-    """The kind of copy that gives a layer's results up to the order of summation; `None` if no kind does."""
+    """The kind of copy of this weight whose results differ from PyTorch's in the order of summation only, or `None`."""
     if has_float16() and Float16Weight.fits(weight):
         return Float16Weight
     return OneDnnWeight if weight.dtype is torch.float32 and torch.backends.mkldnn.is_available() else None
@@ -120,10 +119,9 @@ def kind_of_copy(weight: Tensor) -> type[Float16Weight] | type[OneDnnWeight] | N
 
 @cache
 def has_float16() -> bool:
-    """Whether this PyTorch has FBGEMM's float16 kernel for this processor, and a test agrees with float64.
+    """Whether PyTorch has FBGEMM's float16 kernel for this processor, and a small product is as exact as it should be.
 
-    Other engines do not count: `torch.ops.onednn.linear_dynamic_fp16` is a slow reference implementation.
-    """
+    Other engines do not count: `torch.ops.onednn.linear_dynamic_fp16` is a slow reference implementation."""
     if torch.backends.quantized.engine not in ("x86", "fbgemm") or not _has_vectors():
         return False
     generator = torch.Generator().manual_seed(0)
@@ -141,7 +139,7 @@ def _has_vectors() -> bool:
 
 
 class EndingError(RuntimeError):
-    """Raised while a copy is made if the process ends."""
+    """Stops the making of a copy when the process ends."""
 
 
 ending = Event()  # set when the process ends
@@ -157,7 +155,7 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight:
-    """A weight `[out, in]` rounded to int8 and packed by oneDNN, with scales and zero points `[out]`."""
+    """A copy of a weight `[out, in]`, rounded to int8 and packed by oneDNN, with scales and zero points `[out]`."""
 
     packed: Tensor
     scales: Tensor
@@ -173,13 +171,12 @@ class Int8Weight:
         return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., out]`: `x` `[..., in]`, rounded to 8 bits with one scale for all rows, times the weight plus `bias`.
+        """`[..., out]`: inputs `x` `[..., in]`, rounded to 8 bits with one scale, times the weight, plus `bias`.
 
-        Processors without VNNI use 7 bits, because they add two products in 16 bits, and 2 * 127 * 127 fits.
+        Inputs have 7 bits on processors without VNNI, which add two products in 16 bits: 2 * 127 * 127 fits.
 
         Example: with a largest input of 2.54 a level is 0.02, and 1.0 becomes 128 + 50. In 7 bits a level is 2.54 / 63,
-        and 1.0 becomes 64 + 25.
-        """
+        and 1.0 becomes 64 + 25."""
         is_vnni_supported = getattr(torch.cpu, "_is_vnni_supported", lambda: False)  # missing in some PyTorch
         levels = LEVELS if is_vnni_supported() else LEVELS // 2
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -194,13 +191,13 @@ class Int8Weight:
 
 
 def has_int8() -> bool:
-    """Whether PyTorch has fast int8 kernels for this processor. Without AVX2 they are far slower than float32's."""
+    """Whether PyTorch has int8 kernels that are fast on this processor: without AVX2, float32 is far faster."""
     return _has_vectors() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
 
 
 @dataclass(frozen=True)
 class ProductTimes:
-    """Seconds of processor time per element of a weight, for inputs of 1, 4 and 16 rows."""
+    """Processor seconds of a multiplication per element of the weight, with inputs of 1, 4 and 16 rows (tokens)."""
 
     own: tuple[float, ...]  # with PyTorch's own kernel
     copied: tuple[float, ...]  # with a copy of the weight
@@ -209,14 +206,13 @@ class ProductTimes:
 
     @classmethod
     def of(cls, own: tuple[float, ...], copied: tuple[float, ...], is_half: bool = False) -> ProductTimes:
-        """Choose the numbers of rows for which the copy is used.
+        """Choose, by the measured times `own` and `copied`, the numbers of rows for which the copy is used.
 
-        In half precision the copy is used for 1 to 32 rows if its times together gain `LEAST_GAIN`, otherwise never:
-        with two kernels passes over one token and over several would round differently.
+        In half precision (`is_half`) these are 1 to 32 rows if the own times together are at least 1.05 times the
+        copied, otherwise none: with two kernels, passes over one token and over several would round differently.
 
         Example: PyTorch's own kernel takes 2.3, 2.4 and 3.9 ms for 1, 4 and 16 rows, and the copy's 0.9, 1.4 and 4.9.
-        The copy is faster for 1 and 4 rows, and for 16 at most 1.3 times as slow, so it is used for 1 to 24 rows.
-        """
+        The copy is faster for 1 and 4 rows, and for 16 at most 1.3 times as slow, so it is used for 1 to 24 rows."""
         if is_half:
             return cls(own, copied, 1, ALIKE if LEAST_GAIN * sum(copied) <= sum(own) else 0)
         least, most = 1, 0
@@ -228,8 +224,8 @@ class ProductTimes:
         return cls(own, copied, least, most)
 
     def seconds(self, rows: int, with_copy: bool) -> float:
-        """Seconds per element for `rows` rows, along straight lines through the measured times. `with_copy`: whether
-        there is a copy, which is used for `least` to `most` rows."""
+        """Seconds per element of the weight for inputs of `rows` rows, interpolated linearly between measured times.
+        `with_copy`: whether the layer has a copy, which it uses for `least` to `most` rows."""
         times = self.copied if with_copy and self.least <= rows <= self.most else self.own
         points = list(zip(ROWS, times, strict=True))
         (x, a), (y, b) = next((pair for pair in pairwise(points) if rows <= pair[1][0]), points[-2:])
@@ -237,7 +233,7 @@ class ProductTimes:
 
     @property
     def among_many(self) -> float:
-        """Seconds for a row among many, for which no copy is used, relative to a row alone.
+        """Time per row of a multiplication with many rows, such as a prompt's, divided by the time of one row alone.
 
         Example: PyTorch's own kernel takes 4 ms for 16 rows, and a copy 1 ms for one row: 4 / 16 / 1 = 0.25."""
         return self.own[-1] / ROWS[-1] / self.seconds(1, with_copy=True)
@@ -262,8 +258,8 @@ _first: dict[torch.dtype, ProductTimes | None] = {}
 
 
 def measured_copy(weight: Tensor) -> MeasuredCopy | None:
-    """The copy of a weight `[out, in]` with the layer's results up to the order of summation; `None` if there is no
-    such copy, or the copy is not faster for any number of rows."""
+    """Make the copy of a weight `[out, in]` by `kind_of_copy`, and measure it if its kind and dtype are new; `None` if
+    there is no kind, or the copy is not faster for any number of rows."""
     if (kind := kind_of_copy(weight)) is None:
         return None
     times = _times_of(kind, _sample(weight))
@@ -271,13 +267,13 @@ def measured_copy(weight: Tensor) -> MeasuredCopy | None:
 
 
 def int8_copy(weight: Tensor) -> MeasuredCopy:
-    """The int8 copy of a weight, for inputs of up to `MOST_INT8_ROWS` rows."""
+    """Make the int8 copy of a weight, for inputs of up to 16 rows (`MOST_INT8_ROWS`). Its times are not measured."""
     return MeasuredCopy(Int8Weight.of(weight), ProductTimes((), (), 1, MOST_INT8_ROWS))
 
 
 def product_times(weight: Tensor) -> ProductTimes | None:
-    """Times of multiplications with weights of this dtype, measured with a part of the first such weight in at most
-    0.3 s of processor time; `None` if weights of this dtype have no copies."""
+    """Times of multiplications with weights of this dtype, measured once, with a part of the first such weight, in at
+    most 0.3 s of processor time; `None` if weights of this dtype have no copies."""
     if weight.dtype not in _first:
         sample = _sample(weight)
         if (kind := kind_of_copy(sample)) is None:  # such as a weight with NaN, which is no example of others
@@ -292,7 +288,7 @@ def forget_product_times() -> None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About `SAMPLE` elements of a weight: its first rows, repeated if there are too few."""
+    """About two million (`SAMPLE`) elements of a weight: its first rows, repeated if there are too few."""
     rows = max(SAMPLE // weight.shape[1], 1)
     times = -(-rows // len(weight))
     return (weight.detach().repeat(times, 1) if times > 1 else weight.detach())[:rows]
@@ -307,6 +303,7 @@ def _times_of(kind: Kind, sample: Tensor) -> ProductTimes:
 
 @torch.inference_mode()
 def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes:
+    """Measure multiplications with a weight and with its copy, in one thread."""
     others = torch.ones(COLD // 8, dtype=torch.int64)
     ways: Any = partial(functional.linear, weight=weight), partial(copy.multiply, bias=None)
     threads = torch.get_num_threads()
@@ -321,7 +318,7 @@ def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes
 
 
 def _shortest(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:
-    """Processor seconds of the shortest run, repeated until a second run agrees, or `MOST_RUNS` times."""
+    """The shortest `_cold` time of 3 to 6 runs, which end once the second shortest agrees with the shortest."""
     times = sorted(_cold(product, x, others) for _ in range(RUNS))
     while times[1] > AGREE * times[0] and len(times) < MOST_RUNS:
         times = sorted([*times, _cold(product, x, others)])
@@ -329,7 +326,7 @@ def _shortest(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> fl
 
 
 def _cold(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:
-    """Seconds of processor time of one multiplication with a weight that is in no cache."""
+    """Processor seconds of one multiplication of `x`. Before it `others` are read, so that no cache has the weight."""
     others.sum()
     begin = time.thread_time()
     product(x)

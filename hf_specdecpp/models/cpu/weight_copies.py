@@ -39,7 +39,7 @@ CONTAINERS = (
 
 @dataclass(eq=False)
 class WeightCopy:
-    """The copy of one weight."""
+    """The copy of one weight, shared by all layers with this weight, and what identifies the copied contents."""
 
     made: Any = None  # the copy; `None` if not made yet, dropped, or not possible
     state: Tensor | None = None  # `fingerprint` of the copied weight
@@ -48,7 +48,7 @@ class WeightCopy:
     bytes: int = 0  # memory of the copy
 
     def make(self, weight: Tensor, make: Callable[[Tensor], Any]) -> None:
-        """Make the copy of a weight. Without effect if the weight changes meanwhile."""
+        """Set `made` to `make(weight)`, unless the weight changes meanwhile: then a copy may be requested again."""
         version, address, state = weight._version, weight.data_ptr(), fingerprint(weight)
         made = make(weight)
         if weight._version == version and weight.data_ptr() == address and torch.equal(fingerprint(weight), state):
@@ -58,11 +58,11 @@ class WeightCopy:
             self.version = NEVER
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether the weight has the same memory, and PyTorch counted no write, since the copy was made or checked."""
+        """Whether PyTorch has neither counted a write to the weight nor moved it since the copy was made or checked."""
         return weight._version == self.version and weight.data_ptr() == self.address
 
     def check(self, weight: Tensor) -> None:
-        """Drop the copy if the weight has changed. Reads the whole weight, as a pass over one token does."""
+        """Drop the copy if the weight's `fingerprint` has changed, which reads the whole weight, as a pass does."""
         if self.made is None or self.state is None:
             return
         if torch.equal(fingerprint(weight), self.state):
@@ -72,9 +72,9 @@ class WeightCopy:
 
 
 class WeightCopies:
-    """Copies of the weights of layers, which live as long as this object, and each as long as a layer with its weight.
+    """Copies of the weights of layers. Each lives as long as this object and any layer with its weight.
 
-    Layers with the same weight share a copy, as do objects with the same `make`.
+    Layers with the same weight share a copy, and so do two `WeightCopies` with the same `make`.
 
     Args:
         make: function that returns the copy of a weight `[out, in]`, or `None` if there is no copy.
@@ -86,7 +86,7 @@ class WeightCopies:
         self._copies: WeakKeyDictionary[nn.Linear, WeightCopy] = WeakKeyDictionary()
 
     def _shared(self, layer: nn.Linear) -> WeightCopy:
-        """The copy of the layer's weight, without contents (`made`) if missing or outdated."""
+        """The `WeightCopy` of the layer's weight. Its `made` is `None` if the copy is missing or was outdated."""
         weight = layer.weight
         with _lock:
             copy = _shared.setdefault((self.make, id(weight), weight.shape), WeightCopy())
@@ -115,7 +115,7 @@ class WeightCopies:
 
     @property
     def bytes(self) -> int:
-        """Memory of the copies in bytes."""
+        """Bytes of memory of all copies."""
         with _lock:
             return sum(copy.bytes for copy in set(self._copies.values()))
 
@@ -130,11 +130,10 @@ _Asked = tuple[ref[nn.Linear], ref[WeightCopy], ref[WeightCopies]]
 
 @dataclass
 class Background:
-    """Makes copies in a thread of low priority, the largest weights first.
+    """Makes requested copies in a thread of low priority, those of the largest weights first.
 
-    During generations in which PyTorch uses every core, the thread works for at most `SHARE` of the time. At its end
-    the process waits for the current call of the thread, not for all copies.
-    """
+    During generations in which PyTorch uses every core, the thread works for at most 4 % (`SHARE`) of the time. A
+    process that ends waits for the block of rows that the thread is packing, not for all copies."""
 
     texts: int = 0  # running generations
     made: int = 0  # weights that were copied, or could not be
@@ -144,7 +143,7 @@ class Background:
     _making: int = 0  # bytes of weights that are being copied now, also in `wait`
 
     def ask(self, layer: nn.Linear, copy: WeightCopy, owner: WeightCopies) -> None:
-        """Queue the copy of a layer's weight. Dropped from the queue if layer, copy or owner is deleted."""
+        """Queue the copy of a layer's weight for the background thread. A deleted layer, copy or owner cancels it."""
         with self._lock:
             self._asked.append((ref(layer), ref(copy), ref(owner)))
             if self._thread is None or not self._thread.is_alive():
@@ -163,13 +162,13 @@ class Background:
             thread.join()
 
     def end(self) -> None:
-        """Called at the end of the process: stop the thread within the current copy, and wait for it."""
+        """Called when the process ends: let the thread stop, possibly within a copy, and wait for it."""
         ending.set()
         if (thread := self._thread) is not None:
             thread.join()
 
     def _next(self) -> _Asked | None:
-        """Take the queue's item with the largest weight; `None` if the queue is empty."""
+        """Remove the item with the largest weight from the queue, and return it; `None` if the queue is empty."""
         with self._lock:
             if not self._asked:
                 self._thread = None if threading.current_thread() is self._thread else self._thread
@@ -191,6 +190,7 @@ class Background:
 
     @torch.no_grad()
     def _make(self, of: ref[nn.Linear], into: ref[WeightCopy], by: ref[WeightCopies]) -> None:
+        """Make the copy of an item of the queue, if all three are alive and memory allows (`MOST_OF_FREE`)."""
         layer, copy, owner = of(), into(), by()
         if copy is None:
             return
@@ -215,7 +215,7 @@ atexit.register(background.end)
 
 
 def _begin_child() -> None:
-    """Called in a forked child, which has no thread: the next generation requests missing copies again."""
+    """Called in a forked child, which has no background thread, so that its next generation requests missing copies."""
     global _lock
     _lock = threading.RLock()  # a thread of the parent may hold the other one
     background.__init__()  # type: ignore[misc]
@@ -242,7 +242,7 @@ def fingerprint(weight: Tensor) -> Tensor:
     is always detected, and several writes unless they cancel out in each sum.
 
     Returns:
-        `[1021 + n]` int64: the sums, and the last n integers, which do not fill a row of 1021.
+        `[1021 + n]` int64: the sums, then the last n integers, fewer than 1021, which are in no sum.
     """
     numbers = weight.detach().view(-1).view(torch.int64)
     whole = numbers.numel() - numbers.numel() % (ROWS * BUCKETS)
@@ -262,7 +262,8 @@ def can_fingerprint(weight: Tensor) -> bool:
 
 
 def free_memory() -> float:
-    """Bytes that this process may still use; 0 if unknown, as on systems other than Linux."""
+    """Bytes of memory that this process may still use, by the limits of its machine and container. 0 if unknown, as on
+    systems other than Linux."""
     try:
         found = dict(line.split(":") for line in _lines(Path("/proc/meminfo")))
         free = 1024.0 * int(found["MemAvailable"].split()[0])

@@ -413,14 +413,14 @@ def test_rows_that_go_on_after_their_end_are_noticed(tmp_path: Path, monkeypatch
     ids, mask = batch(2)
     end = int(together(target, None, ids, mask)[0, ids.shape[1] + 3])
     kept: list[Tensor] = []
-    told_ = captured_rounds.CapturedRounds.verify
+    told_ = captured_rounds.CapturedRounds.read_reports
 
     def run(rounds: Any, *arguments: Any) -> Any:
         found = told_(rounds, *arguments)
         kept.append(rounds.passes.context.cache.length.clone())
         return found
 
-    monkeypatch.setattr(captured_rounds.CapturedRounds, "verify", run)
+    monkeypatch.setattr(captured_rounds.CapturedRounds, "read_reports", run)
     together(target, assistant, ids, mask, eos_token_id=end, max_new_tokens=30)
     assert int(kept[-1][0]) > ids.shape[1] + 4
 
@@ -468,7 +468,7 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
     target, assistant = made("independent", tmp_path, rule="throughput")
     shapes: list[RoundShape] = []
 
-    heard(monkeypatch, captured_rounds.CapturedRounds, "propose", lambda _, shape, *rest: shapes.append(shape))
+    heard(monkeypatch, captured_rounds.CapturedRounds, "launch", lambda _, shape, *rest: shapes.append(shape))
     assert torch.equal(generate(target, assistant, max_new_tokens=60), generate(target, None, max_new_tokens=60))
     assert shapes[-12:].count(cheap) > 6
     assert len(set(shapes)) > 1, "others are tried now and then"

@@ -125,7 +125,7 @@ def test_the_draft_reads_looked_up_tokens_before_its_window_is_full(
     target, assistant = made(kind, tmp_path, rule="throughput", lookup=True, max_tokens=5)
     shapes: list[RoundShape] = []
     with monkeypatch.context() as patch:
-        heard(patch, captured_rounds.CapturedRounds, "propose", lambda _, shape, *rest: shapes.append(shape))
+        heard(patch, captured_rounds.CapturedRounds, "launch", lambda _, shape, *rest: shapes.append(shape))
         assert torch.equal(written(target, assistant, max_new_tokens=200), written(target, None, max_new_tokens=200))
     assert any(shape.given for shape in shapes)
     assert any(shape.levels for shape in shapes)
@@ -194,7 +194,7 @@ def test_a_failure_in_mid_text(reason: str, monkeypatch: pytest.MonkeyPatch) -> 
     """The text goes on step by step, with lookups that know all of it, unless memory ended."""
     target = quiet_later_layers(tiny("llama"))
     assistant = assistant_of("independent", target, rule="fixed", num_tokens=4, lookup=True)
-    propose, rounds = captured_rounds.CapturedRounds.propose, list[Any]()
+    propose, rounds = captured_rounds.CapturedRounds.launch, list[Any]()
 
     def failing(self: Any, *given: Any) -> None:
         rounds.append(given)
@@ -202,7 +202,7 @@ def test_a_failure_in_mid_text(reason: str, monkeypatch: pytest.MonkeyPatch) -> 
             raise ERRORS[reason]
         propose(self, *given)
 
-    monkeypatch.setattr(captured_rounds.CapturedRounds, "propose", failing)
+    monkeypatch.setattr(captured_rounds.CapturedRounds, "launch", failing)
     looked_up: list[int] = []
     heard(monkeypatch, TextLookup, "read_prompt", lambda _, tokens: looked_up.append(len(tokens)))
     assert torch.equal(written(target, assistant), written(target, None))
