@@ -9,6 +9,7 @@ stopping rule. Needs matplotlib (`pip install "hf-specdecpp[bench]"`).
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 from hf_specdecpp.benchmark.contestants import PLAIN
 from hf_specdecpp.benchmark.report import mode
 from hf_specdecpp.benchmark.summary import best_of_families, overall
-from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, save
+
+sys.path.append(str(Path(__file__).parent / "replay"))
+from drawing import COLOURS, MARKERS, new_figure, save
 
 
 def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:

@@ -9,9 +9,11 @@ names a report and its rows; all numbers are read from the reports.
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
-from hf_specdecpp.figures import COLOURS, new_figure, save
+sys.path.append(str(Path(__file__).parent / "replay"))
+from drawing import COLOURS, new_figure, save
 
 REPORTS = Path(__file__).parents[1] / "docs" / "benchmarks"
 SAME_PASSES = 3  # the column of a report

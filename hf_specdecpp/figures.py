@@ -1,25 +1,17 @@
-"""For reports: ratios with bootstrap intervals, and the colours, markers and files of pictures."""
+"""For reports: ratios with bootstrap intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
 
 RESAMPLES = 2000
 COVERED = 0.95
-# Okabe and Ito's colours, distinguishable with every kind of colour vision; the markers also in grey.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9", "#999999")
-MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
 
 
 def median_of_ratios(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
@@ -43,21 +35,3 @@ def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int = 0)
     tail = (1.0 - COVERED) / 2.0
     low, high = np.quantile(statistic(values[drawn]), (tail, 1.0 - tail))
     return float(statistic(values)), float(low), float(high)
-
-
-def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of `width` x `height` inches, and its only axes. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG or SVG, by the suffix of `path`. An earlier file is only replaced by a complete one."""
-    from matplotlib import rc_context
-
-    temporary, undated = path.with_name(path.name + ".tmp"), {"Date": None} if path.suffix == ".svg" else None
-    with rc_context({"svg.hashsalt": path.stem}):  # makes the SVG reproducible
-        figure.savefig(temporary, dpi=150, format=path.suffix[1:], metadata=undated)
-    temporary.replace(path)

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
+from drawing import new_figure, save
 from safetensors import safe_open
 from support.files.released_heads import ReleasedHead, save_mixin
 from support.files.repos import greedy, head_for, publish_pair, save_adapter, save_chat_model, save_model, tokenizer
@@ -20,7 +21,7 @@ from support.targets.models import assistant_of, quiet_later_layers, tiny
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_specdecpp import figures, files
+from hf_specdecpp import files
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark import questions
 from hf_specdecpp.cli import _Commands, app
@@ -101,7 +102,7 @@ def test_what_is_looked_up_and_drawn(tmp_path: Path) -> None:
         answers.save(tmp_path / "answers.json")
         answers.load(tmp_path / "answers.json")
         for _ in range(2):
-            figures.save(figures.new_figure(1, 1)[0], tmp_path / "picture.svg")
+            save(new_figure(1, 1)[0], tmp_path / "picture.svg")
     assert refused == []
 
 
@@ -126,7 +127,7 @@ def test_pictures_are_named_after_data_sets_with_a_split(tmp_path: Path, monkeyp
     names = [question.set for question in questions._questions(config)]
     with windows() as refused:
         for name in names:
-            figures.save(figures.new_figure(1, 1)[0], tmp_path / f"pareto-{name}-0.png")
+            save(new_figure(1, 1)[0], tmp_path / f"pareto-{name}-0.png")
     assert (names, refused) == (["set-train", "set-test"], [])
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chains import BASELINES, ChainReplay, MakeRule, Outcomes, oracle, recorded_estimator, replay_all
+from drawing import COLOURS, MARKERS, new_figure, save
 from record import MAX_TOKENS, record
 from texts import Text, load, once, options, text_sets, write
 from transformers.utils import logging
@@ -27,7 +28,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
-from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
+from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.generation.setup import make_rule, plan_for
 from hf_specdecpp.texts.sampling import Sampling, seed_of
 
