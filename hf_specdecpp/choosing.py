@@ -61,11 +61,10 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
             `None`: all assistants of the model are detached.
         default: whether calls without `assistant_model=` use the assistant.
         options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, which override those of a
-            repository. `lookup=True` is the default under `rule="throughput"` with a draft that reads the model's
-            states or has its layers, unless every round drafts a tree. For a draft given by name, and for the
-            repository `source` of `"mtp"`, `DownloadOptions`, such as `revision`; for a model, also by name, `Options`,
-            such as `adapter`; for other repositories and folders `LoadingOptions`, such as `draft`, a copy of the model
-            that the repository names.
+            repository. `lookup=True` is the default under `rule="throughput"`, unless every round drafts a tree. For a
+            draft given by name, and for the repository `source` of `"mtp"`, `DownloadOptions`, such as `revision`; for
+            a model, also by name, `Options`, such as `adapter`; for other repositories and folders `LoadingOptions`,
+            such as `draft`, a copy of the model that the repository names.
 
     Returns:
         The assistant, whose `stats` describe the latest `generate()`; `None` for `draft=None`.
@@ -91,7 +90,7 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
     assistant = _made(model, draft, options)
     speculation = replace(assistant.speculation, **settings)
     chooses = speculation.rule == "throughput" and not speculation.draws_trees and "speculation" not in options
-    if chooses and draft is not assistant and assistant.kind.rests_on == "target":  # which reads prompts fast
+    if chooses and draft is not assistant:
         speculation = replace(speculation, **{"lookup": speculation.lookup or True} | settings)
     assistant.speculation = speculation
     if not attached.is_attached(assistant, model):

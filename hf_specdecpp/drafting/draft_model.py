@@ -100,8 +100,11 @@ class DraftModel(nn.Module):
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[..., vocab_size]` float32, by token id, of final hidden states `[..., hidden_size]`. `vocab_size`:
         the width of the target's logits. Wider logits are cut; ids that the model or `draft_vocab` lacks get -inf."""
-        ids = self.draft_vocab
-        return by_id(self.vocab_logits(hidden), vocab_size, ids, 0 if ids is None else self.num_ids)
+        head, ids = self.small_head or self.model.get_output_embeddings(), self.draft_vocab
+        logits = self._head_logits(head, self.before_head(hidden))
+        if ids is None and logits.shape[-1] == vocab_size:
+            return logits
+        return by_id(logits, vocab_size, ids, 0 if ids is None else self.num_ids)
 
     def _head(self) -> Any:
         return self.model.get_output_embeddings()

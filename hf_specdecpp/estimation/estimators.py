@@ -149,18 +149,19 @@ class AcceptanceRates:
         shift: for each bin (`bin_of`), the number that calibration adds to the log-odds of an estimate.
         acceptance: `[bins]`, for each bin of estimates the probability that a tested candidate is accepted.
         following: `[bins + 1, bins]`, for each bin of a candidate's estimate the probabilities of the next candidate's
-            bin; in the last row (`NO_VERDICT`), of the round's first candidate's."""
+            bin, in a tree that of its first child; in the last row (`NO_VERDICT`), of the round's first candidate's.
+        following_siblings: `[bins, bins]`, in trees the same of the next sibling, if the candidate was rejected."""
 
     def __init__(self, line: Sequence[float] = UNCHANGED, bin_count: float = BIN_COUNT) -> None:
         bins = len(CENTRES)
         self.prior, self.bin_count, self.rounds = np.array(line), bin_count, 0
-        self.transitions = np.zeros((bins + 1, bins))
+        self.transitions, self.siblings = np.zeros((bins + 1, bins)), np.zeros((bins, bins))
         self.estimated, self.accepted = np.zeros(bins), np.zeros(bins)
         self.fit()
 
     @property
     def judged(self) -> float:
-        return float(self.transitions.sum())
+        return float(self.transitions.sum() + self.siblings.sum())
 
     def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> bool:
         """Called after a round: count the tested candidates of a chain. After rounds 2, 4, 8, 16, 32 and every 64
@@ -192,23 +193,25 @@ class AcceptanceRates:
         return self._end_round()
 
     def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
-        """`record_chain` for a tree: siblings, in order, count like the candidates of a chain. `families`: from
-        `DraftTree.judged`, for each reached node its children's estimates and the rank of the accepted child."""
+        """`record_chain` for a tree. First children count in `transitions` after their parents, others in `siblings`
+        after the sibling before. `families`: from `DraftTree.judged`, for each reached node its children's estimates
+        and the rank of the accepted child."""
+        row = NO_VERDICT
         for estimates, accepted in families:
-            row = NO_VERDICT
+            counts = self.transitions
             for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
                 following = bin_of(estimate)
                 self.estimated[following] += estimate
-                self.transitions[row, following] += 1.0
+                counts[row, following] += 1.0
                 self.accepted[following] += rank == accepted
-                row = following
+                row, counts = following, self.siblings
         return self._end_round()
 
     def _end_round(self) -> bool:
         self.rounds += 1
         fades = self.rounds % FIT_EVERY == 0
         if fades:
-            for counts in (self.transitions, self.estimated, self.accepted):
+            for counts in (self.transitions, self.siblings, self.estimated, self.accepted):
                 counts *= REMEMBERED
         if is_due := fades or self.rounds in FIRST_FITS:
             self.fit()
@@ -234,7 +237,7 @@ class AcceptanceRates:
     def fit(self) -> None:
         """Compute all rates from the counts. Small counts are shrunk: a bin's acceptance towards a line fitted to all
         bins, a row of `following` towards the frequencies in all rows."""
-        judged = self.transitions.sum(0)
+        judged = self.transitions.sum(0) + self.siblings.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
         # First all bins together, so that a useless draft is recognised after a few candidates in any bins.
         self.line = _line(estimated, judged, self.accepted, self.prior)
@@ -242,8 +245,10 @@ class AcceptanceRates:
         self.acceptance = (self.accepted + PRIOR_COUNT * expected) / (judged + PRIOR_COUNT)
         self.shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
         usual = (judged + self.bin_count * PRIOR_PROBS) / (judged.sum() + self.bin_count)
-        rows = self.transitions.sum(1, keepdims=True)
-        self.following = (self.transitions + self.bin_count * usual) / (rows + self.bin_count)
+        self.following, self.following_siblings = (
+            (counts + self.bin_count * usual) / (counts.sum(1, keepdims=True) + self.bin_count)
+            for counts in (self.transitions, self.siblings)
+        )
         self._expected: dict[int, Floats] = {}
 
 

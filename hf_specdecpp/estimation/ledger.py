@@ -46,8 +46,13 @@ class Ledger:
     @property
     def rate(self) -> float:
         """Tokens per second, at the current `prices`."""
-        tokens = self._tokens + self.trusted * self.promise * self.plain
-        return tokens / (float((self._taken * self.prices).sum()) + self.trusted * self.plain)
+        tokens, seconds = self.totals
+        return (tokens + self.trusted * self.promise * self.plain) / (seconds + self.trusted * self.plain)
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Tokens and seconds of all rounds, at the current `prices` and without the prior; older rounds count less."""
+        return self._tokens, float((self._taken * self.prices).sum())
 
 
 SUMMARIES = {

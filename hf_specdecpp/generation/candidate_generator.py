@@ -157,7 +157,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             return Chain()
         longest, looks_up = self._begin_round(input_ids, states, max_tokens), 0
         read = self.session.unread - 1
-        if lookup is not None and ((looks_up := counts_of([lookup])[0]) or lookup.waits):
+        if self.plan is not None:
+            self.plan.weigh_reading(self.session.unread, max(self._longest - input_ids.shape[1], 0))
+        if (lookup is not None and (looks_up := counts_of([lookup])[0])) or (self.plan and self.plan.waits):
             longest = 0
         tree = method.draft(input_ids, longest)
         if times is not None:
@@ -180,6 +182,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Called after a round with the accepted nodes `path` of `tree`, in a sequence of `length` tokens: calls the
         observers, frees the tree's logits and q, and may end a pause (`is_paused`)."""
         self._num_accepted = len(path)
+        if self.plan is not None and (tree.num_drawn or not len(tree)):
+            self.plan.num_tokens += len(path) + 1
         for each in self.observers:
             each.record_outcome(tree, path)
         tree.scores.clear()  # large tensors
@@ -222,8 +226,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def look_up(self, length: int) -> LookingUp | None:
         """Called before a captured round of `length` earlier tokens: makes `lookup` read `emitted` and search."""
         if self.lookup is not None:
-            left = max(self._longest - length, 0)
-            self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, left)), left)
+            self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, max(self._longest - length, 0))))
         return self.lookup
 
     def learned_rates(self, trees: bool = False) -> AcceptanceRates:
@@ -263,12 +266,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
-        left = max(self._longest - input_ids.shape[1], 0)
-        room = int(min(MOST_CANDIDATES, left))
+        room = int(min(MOST_CANDIDATES, max(self._longest - input_ids.shape[1], 0)))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
-            unread = session.unread if self.setup.rows == 1 else 0  # rows of a batch share draft passes
-            self.lookup.look_up(new_tokens[0].tolist(), min(room, most), left, unread)
+            self.lookup.look_up(new_tokens[0].tolist(), min(room, most))
         longest = self.method.longest(room, most)
         return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
 

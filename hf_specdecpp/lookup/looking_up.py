@@ -82,7 +82,6 @@ class LookingUp:
 
     Attributes:
         found: the continuation that the round could propose; `estimates`: the acceptance estimate of each candidate.
-        waits: whether the round does not use the draft, which has much to read (`_must_wait`).
         verify: `[most + 1]` seconds of a row's share of a round with 0, 1, ... candidates, without drafting.
     """
 
@@ -99,16 +98,14 @@ class LookingUp:
         self.plan, self.choice = plan, choice
         self.found = Continuation()
         self.estimates: list[float] = []
-        self.waits, self._missed = False, 0.0  # the latter: seconds that drafting would have saved so far
         self.has_draft, self._room = has_draft, 0  # the latter: candidates that the round may have
         self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # numbers of drafted candidates
         self._costs: Any = None  # `plan.costs`, of which `verify` was made
         self.verify: Floats = np.zeros(1)
 
-    def look_up(self, new_tokens: Sequence[int], room: int, left: float, unread: int = 0) -> None:
-        """Set `found`, `estimates` and `waits` for a round. `new_tokens`: those since the last call, or the prompt;
-        `room`: candidates that the round may have; `left`: tokens that the output may still have; `unread`: number of
-        tokens that the draft has not read."""
+    def look_up(self, new_tokens: Sequence[int], room: int) -> None:
+        """Set `found` and `estimates` for a round. `new_tokens`: those since the last call, or the prompt; `room`:
+        candidates that the round may have."""
         most = self._room = min(room, self.most)
         if not len(self.text):
             self.text.read_prompt(new_tokens)
@@ -124,19 +121,6 @@ class LookingUp:
         if self.plan is not None and self.plan.costs is not self._costs:
             self._costs = self.plan.costs
             self.verify = self._costs.verify_seconds(self.most) + self._costs.overhead
-        self.waits = self._must_wait(unread, left)
-
-    def _must_wait(self, unread: int, left: float) -> bool:
-        """Whether the draft would take longer to read its `unread` tokens than drafting would have saved so far, or can
-        save in the `left` tokens. So waiting never loses more time than that reading takes.
-
-        Example: the draft takes 2 s to read a prompt, a plain pass takes 0.45 s, and drafting generates 3 tokens per
-        second. Each plain pass loses 0.117 s, so the draft reads after 18 plain passes; with 17 tokens left, never.
-        """
-        if self.choice is None or not self.has_draft:
-            return False
-        reading, saving = self.catching_up * unread, float(self.verify[0]) - 1.0 / self.choice.rate
-        return saving > 0.0 and reading > min(self._missed, left * saving)  # else the draft's own rule decides
 
     def count_alone(self) -> int:
         """Number of candidates that the sequence looks up if costs do not decide: 0 unless the first estimate exceeds
@@ -188,8 +172,6 @@ class LookingUp:
         """Called after verification of a round, with the accepted nodes (`path`)."""
         drawn, width, kept = min(tree.num_drawn, tree.levels), len(tree), len(path) + 1  # drawn: in trees by depth
         if not drawn:
-            if self.choice is not None and self.has_draft:
-                self._missed += max(float(self.verify[min(width, self.most)]) - kept / self.choice.rate, 0.0)
             return
         accepted = len(tree.drawn(path) if tree.looked_up else path)
         self._accepted += accepted
@@ -199,11 +181,6 @@ class LookingUp:
             drafting = work.seconds(self._costs) if tree.passes else 0.0
             self.choice.record_round(kept, float(self.verify[min(width, self.most)]) + drafting)
 
-    @property
-    def catching_up(self) -> float:
-        """Seconds that the draft takes later for each token that it has not read."""
-        return float(self._costs.read) if self.has_draft else 0.0
-
 
 def counts_of(rows: Sequence[LookingUp]) -> list[int]:
     """The most candidates that each sequence of a batch looks up in this round instead of drafting; 0 leaves the round
@@ -211,8 +188,8 @@ def counts_of(rows: Sequence[LookingUp]) -> list[int]:
     first = rows[0]
     if first.choice is None:
         return [row.count_alone() for row in rows]
-    widest = max(len(row.found) for row in rows)
-    reading = 0.0 if first.waits else first.catching_up
+    widest, drafts = max(len(row.found) for row in rows), not first.plan.waits
+    reading = first.plan.costs.read if drafts and first.has_draft else 0.0
     estimates = [row.estimates for row in rows]
-    count = first.choice.length(estimates, first.verify[: widest + 1], reading, drafts=not first.waits)
+    count = first.choice.length(estimates, first.verify[: widest + 1], reading, drafts)
     return [count] * len(rows)

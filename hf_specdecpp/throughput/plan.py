@@ -24,12 +24,14 @@ from hf_specdecpp.trees.tree import DraftTree
 PROBE_SHARE = 0.005  # of the time of rounds without candidates, for probes
 MOST_CREDIT = 5.0  # plain passes, the largest credit for probes
 READ_CREDIT = 1.5  # plain passes: credit, above the price of a probe, with which a draft reads a sequence
+SECOND_CREDIT = 2.0  # plain passes, the largest credit after the first sequence
 TRIED, TRIALS = 2, 2  # lengths of chains that a sequence tries at most, and rounds of each
 CLEAR_GAIN = 1.3  # over plain decoding; above it the cost of a pass over one token matters little
 TRIED_AGAIN = 16  # sequences during which a confirmed cost is not tried
 LEAST_GAIN_IN_BATCHES = 1.1  # larger: rows end one by one, and the remaining rows bear the cost of passes
 LEAST_CRITICAL = 1e-99  # a pass may cost less than a narrower one, so the critical survival may be negative
 ROUNDS_AHEAD = 64  # of a batch, whose gain must exceed the time in which the draft reads all rows
+USUAL_TOKENS, LATEST = 64.0, 0.1  # assumed tokens of a sequence without lookups; share of the latest in their mean
 
 
 class Plan:
@@ -47,17 +49,22 @@ class Plan:
     Attributes:
         costs: costs at the current sequence length; `verify`: `[most + 1]` seconds of passes over 0, 1, ... candidates.
         seconds: `[most + 1]`, of rounds with chains of 0, 1, ... candidates.
-        credit: time that probes may lose now, in plain passes; negative after a probe that lost more.
+        credit: time that probes may lose now, in plain passes; negative after a probe that lost more. Rounds without
+            candidates add `PROBE_SHARE`, without an upper bound.
         ledger: tokens and time of rounds with candidates.
         rounds: number of rounds with candidates.
         rate: tokens per second of rounds with candidates.
         trials: chain lengths that the next rounds of the sequence try.
         unread, trial: in this round: tokens that the draft reads first, and the chain length to try, if any.
+        waits: whether the round does not use the draft, whose unread tokens would take too long (`weigh_reading`).
+        num_tokens: number of tokens that this sequence has got in rounds without lookups alone.
     """
 
     least_gain, tries_to = LEAST_GAIN, MOST_CANDIDATES
-    unread = 0
+    unread = num_tokens = 0
     trial: int | None = None
+    waits = False
+    _usual_tokens = USUAL_TOKENS  # mean of `num_tokens` at the end of a sequence
 
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self.known, self.most, self.rates = known, most, rates or AcceptanceRates()
@@ -77,11 +84,13 @@ class Plan:
 
     def tokens(self) -> Floats:
         """`[most + 1]`, expected tokens of rounds with chains of 0, 1, ... candidates."""
-        raise NotImplementedError
+        return self.rates.expected_tokens(self.most)
 
     def begin_text(self) -> None:
         """Called before the first round of a sequence: its trials begin with the next `set_length`."""
-        self._texts, self._kind, self.trials = self._texts + 1, None, []
+        if self.num_tokens:
+            self._usual_tokens += LATEST * (self.num_tokens - self._usual_tokens)
+        self._texts, self._kind, self.trials, self.num_tokens = self._texts + 1, None, [], 0
 
     def set_length(self, length: int) -> None:
         """Called before each round: use the costs at this sequence length. A sequence's first round, and the first in
@@ -108,8 +117,10 @@ class Plan:
         """Update the costs by the timed rounds of a sequence that has ended."""
         was_assumed = self.known.is_assumed
         self._confirmed |= dict.fromkeys(self.known.update(times), self._texts)
-        if was_assumed:  # costs were in passes and are in seconds now
+        if was_assumed and not self.known.is_assumed:  # costs were in passes and are in seconds now
             self._use_costs(self.known.at(0))
+            tokens, seconds = self.ledger.totals  # probes were charged more than they have cost
+            self.credit = min(MOST_CREDIT + tokens / self.least_gain - seconds / self.plain, SECOND_CREDIT)
 
     @property
     def price(self) -> float:
@@ -131,6 +142,19 @@ class Plan:
         self.set_length(length)
         return not (self.pays or self._can_probe(length, READ_CREDIT) or any(self.trials))
 
+    def weigh_reading(self, unread: int, left: float) -> None:
+        """Called before each round: set `waits`, whether the draft would read its `unread` tokens for longer than
+        drafting is expected to save in the rest of the sequence, of at most `left` tokens.
+
+        The rest is as many tokens as earlier sequences had on average from here on, or as this one has got so far,
+        whichever is more; tokens of lookups do not count. Example: the draft takes 8 s to read a prompt, a plain pass
+        takes 0.45 s, and drafting generates 3 tokens per second, which saves 0.117 s per token. That is 7.5 s in 64
+        tokens, so the draft waits until 69 tokens were generated without it.
+        """
+        further = min(max(self._usual_tokens - self.num_tokens, self.num_tokens), left)
+        saving = further * (self.plain - 1.0 / self.rate)
+        self.waits = self.pays and saving < self.costs.read * (unread - 1)  # else `should_draft` decides on probes
+
     def should_draft(self, unread: int) -> bool:
         """Begin a round, and return whether it has candidates. `unread`: tokens that the draft has to read first."""
         self.unread, self.trial = unread, self.trials.pop(0) if self.trials else None
@@ -145,10 +169,6 @@ class Plan:
 
     def _round_seconds(self, candidates: int, drafting: DraftWork) -> float:
         return drafting.seconds(self.costs) + float(self.verify[candidates]) + self.costs.overhead
-
-    def record_empty_round(self) -> None:
-        """Called after a round without candidates: adds 0.5 % of a plain pass to the credit, without an upper bound."""
-        self.credit += PROBE_SHARE
 
     def _settle(self, tokens: int, candidates: int, steps: int, branches: int) -> None:
         """Count a round with candidates, which emitted `tokens`, in credit and rate. The rest: as in `DraftWork`."""
@@ -183,9 +203,6 @@ class ChainPlan(Plan):
         self._ahead = seconds_ahead(self.rates, self.seconds, self.lag)
         super()._fit()
 
-    def tokens(self) -> Floats:
-        return self.rates.expected_tokens(self.most)
-
     def critical(self, drafted: int, last: int) -> float:
         """Return the survival, the probability that all `drafted` candidates are accepted, down to which drafting goes
         on. `last`: bin of the last estimate. With lag -1 this is of the next candidate, which the survival includes."""
@@ -193,7 +210,7 @@ class ChainPlan(Plan):
 
     def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
-            self.record_empty_round()
+            self.credit += PROBE_SHARE
             return
         steps = -(-num_drafted // self.costs.block)
         self._settle(num_accepted + 1, num_drafted, steps, num_drafted - steps)

@@ -5,20 +5,19 @@ A level is read, and a candidate drawn, if its expected tokens exceed the rate (
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from hf_specdecpp.config.costs import Floats
 from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.throughput.plan import PROBE_SHARE, Plan, seconds_ahead
 from hf_specdecpp.trees.growth import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
 SHAPE_MEMORY = 0.98  # weight of a round relative to the next, in the statistics of tree shapes
 FIRST_NODES = 6  # most nodes of the first tree; doubled with each round, so that early mistakes stay small
-LONGEST = 20  # candidates in the expected tokens of chains; further ones add nothing
 THRESHOLDS = np.exp(-0.12 * np.arange(50))  # values tried for t, relative to the best slot's gain; down to 0.003
 
 
@@ -48,15 +47,17 @@ class TreePlan(Plan, SlotValuation):
         """The most nodes of the next tree: `FIRST_NODES`, doubled with each round with candidates, up to `limit`."""
         return min(FIRST_NODES << min(self.rounds, 10), self.limit)
 
-    def expected(self, last: float | None, chance: float | None = None, /) -> float:
+    def expected(self, parent: float | None, last: float | None, chance: float | None = None, /) -> float:
         if chance is not None:
             return self.calibrated(chance)
-        return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
+        if last is not None:
+            return self._of_siblings[bin_of(last)]
+        return self._of_children[NO_VERDICT if parent is None else bin_of(parent)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
         """Grow a tree by DySpec's Algorithm 2, or in a trial a chain. Gain and time decide its depth and t, the least
         gain of a slot at which a candidate is drawn. `threshold`: lower bound of t."""
-        tree, usual = growth.tree, self.expected(None)
+        tree = growth.tree
         while self.trial is not None and len(tree) < self.trial and growth.leaves:
             growth.expand([node := next(iter(growth.leaves))])
             growth.draw(node)
@@ -64,14 +65,14 @@ class TreePlan(Plan, SlotValuation):
             return
         while len(tree) < self.most_now:
             level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
-            first_children = [(v, v * usual) for v in level.values()]
-            t = max(threshold, self.threshold([*first_children, *growth.slots()], len(tree)))
-            worth = [node for node, v in level.items() if tree.levels == 0 or v * usual >= t]
-            gains = [level[node] * usual for node in worth]
+            gains = {node: v * self.expected(tree.estimate_of(node), None) for node, v in level.items()}
+            firsts = [(v, gains[node]) for node, v in level.items()]
+            t = max(threshold, self.threshold([*firsts, *growth.slots()], len(tree)))
+            worth = {node: gain for node, gain in gains.items() if tree.levels == 0 or gain >= t}
             # The first level was decided by `should_draft`.
-            if not worth or (tree.levels > 0 and not self.reads(gains, growth.open.values(), len(tree), tree.levels)):
+            if not worth or (tree.levels > 0 and not self.reads(growth, worth)):
                 break
-            growth.expand(worth)
+            growth.expand(list(worth))
             while len(tree) < self.most_now and growth.best >= t:
                 growth.draw_best()
         while growth.best >= threshold and self.best_draws(growth.open.values(), len(tree))[0] > 0:
@@ -105,13 +106,18 @@ class TreePlan(Plan, SlotValuation):
         best = int(net.argmax())
         return float(t[best]) if net[best] > 0.0 else math.inf
 
-    def reads(self, gains: Collection[float], others: Collection[float], size: int, level: int) -> bool:
-        """Whether a draft pass over leaves of a level is worth its seconds.
-
-        `gains`: gains of the leaves' first children; `others`: gains of the open slots; `size`: nodes of the tree."""
+    def reads(self, growth: Growth, gains: Mapping[int, float]) -> bool:
+        """Whether a draft pass over some leaves of the deepest level is worth its seconds: by the draws below all of
+        them, or by several further candidates below one of them, as in a chain. `gains`: by leaf, the gain of its first
+        child."""
+        tree, others = growth.tree, growth.open.values()
+        level, size = tree.levels, len(tree)
+        further = self._ahead[min(level, self.most)]
+        if any(growth.leaves[node] > self.price * further[bin_of(tree.estimates[node])] for node in gains):
+            return True
         steps = int(level % self.costs.block == 0)  # within a block candidates are only ranked
         seconds = self.costs.draft * steps + self.costs.branch * (len(gains) - steps)
-        added = self.best_draws([*gains, *others], size)[1] - self.best_draws(others, size)[1]
+        added = self.best_draws([*gains.values(), *others], size)[1] - self.best_draws(others, size)[1]
         return added > self.price * seconds
 
     def best_draws(self, gains: Collection[float], size: int) -> tuple[int, float]:
@@ -125,7 +131,7 @@ class TreePlan(Plan, SlotValuation):
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         if tree.levels == 0:
-            self.record_empty_round()
+            self.credit += PROBE_SHARE
             return
         self._settle(len(path) + 1, len(tree), tree.passes, len(tree.scores) - tree.passes)
         self._learn_shape(tree)
@@ -141,9 +147,10 @@ class TreePlan(Plan, SlotValuation):
             self.splits, self.mean_estimate = further / max(thresholds, 1e-3), acceptance / draws
 
     def _fit(self) -> None:
-        self._next_acceptance: list[float] = (self.rates.following @ self.rates.acceptance).tolist()
+        self._ahead, acceptance = seconds_ahead(self.rates, self.seconds, lag=0), self.rates.acceptance
+        self._of_children: list[float] = (self.rates.following @ acceptance).tolist()
+        self._of_siblings: list[float] = (self.rates.following_siblings @ acceptance).tolist()
         super()._fit()
 
     def tokens(self) -> Floats:
-        further = np.arange(self.most + 1)
-        return (self._next_acceptance[NO_VERDICT] ** further * (further <= LONGEST)).cumsum()
+        return super().tokens()[np.minimum(np.arange(self.most + 1), self.tries_to)]

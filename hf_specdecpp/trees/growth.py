@@ -213,7 +213,7 @@ class Growth:
         if self._how.branches:
             self._open(parent, v * (1.0 - a))
         else:
-            self.forgone.append(v * (1.0 - a) * self._valuation.expected(estimate))
+            self.forgone.append(v * (1.0 - a) * self._valuation.expected(None, estimate))
         return child
 
     def slots(self) -> list[tuple[float, float]]:
@@ -230,7 +230,8 @@ class Growth:
             value = v * self.calibrated(known[1])
         else:
             children = self.tree.children[node]
-            value = v * self._valuation.expected(self.tree.estimates[children[-1]] if children else None, chance)
+            last = self.tree.estimates[children[-1]] if children else None
+            value = v * self._valuation.expected(self.tree.estimate_of(node), last, chance)
         self.open[node] = value
         heappush(self._heap, (-value, node))
 
@@ -245,9 +246,9 @@ class SlotValuation:
         """The acceptance probability a(y) of a token with this estimate."""
         return estimate if self.rates is None else self.rates.calibrated(estimate)
 
-    def expected(self, _last: float | None, _chance: float | None = None, /) -> float:
-        """Factor of v in the priority of a slot before its draw, 1 unless overridden. `_last`: estimate of the sibling
-        before; `_chance`: estimate of the slot's own token, if an estimator knows it before the draw."""
+    def expected(self, _parent: float | None, _last: float | None, _chance: float | None = None, /) -> float:
+        """Factor of v in the priority of a slot before its draw, 1 unless overridden. `_parent`, `_last`: estimates of
+        the node above and of the sibling before, or `None`; `_chance`: of the slot's own token, if already known."""
         return 1.0
 
 

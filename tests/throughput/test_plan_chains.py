@@ -1,5 +1,6 @@
 """`rule="throughput"`: how far chains are drafted, in simulated rounds, in exact ones and in generations."""
 
+import math
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from support.targets.models import assistant_for, configured, prompt, tiny
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.plan import ChainPlan, Throughput
+from hf_specdecpp.throughput.known_costs import RoundTimes
+from hf_specdecpp.throughput.plan import SECOND_CREDIT, ChainPlan, Throughput
 
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
 
@@ -104,6 +106,38 @@ def test_a_first_text_tries_a_useless_draft_few_times(of_draft: float, mutant: b
     plan.known.is_assumed = not mutant
     simulation.run(64)
     assert (1 <= simulation.speculated <= 5) is not mutant
+
+
+def test_trials_of_a_first_text_are_charged_their_true_cost_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that begins badly must not keep a cheap draft out of the next ones."""
+    plan = chain_plan(Costs(0.1, (1.0, 1.1)), 20)
+    plan.known.is_assumed = True
+    Simulation(plan, independent(lambda _: 0.02)).run(64)
+    assert plan.leaves_to_target(40)
+    monkeypatch.setattr(plan.known, "update", lambda _: setattr(plan.known, "is_assumed", False) or {})
+    plan.end_text(RoundTimes(clock=float))
+    assert plan.credit == SECOND_CREDIT
+    assert not plan.leaves_to_target(40)
+
+
+def test_a_draft_reads_what_takes_less_time_than_it_saves() -> None:
+    """The example of `weigh_reading`: 8 s for 1000 tokens of a prompt, and 0.117 s saved per token."""
+    plan = chain_plan(Costs(0.01, (0.45,), read=0.008), 20)
+
+    def waits(generated: int, left: float = math.inf, unread: int = 1001) -> bool:
+        plan.rate, plan.num_tokens = 3.0, generated
+        plan.weigh_reading(unread, left)
+        return plan.waits
+
+    assert [waits(generated) for generated in (0, 68, 69)] == [True, True, False]
+    assert waits(69, left=60)
+    assert not waits(0, unread=900)
+    waits(200)
+    plan.begin_text()
+    assert not waits(0), "earlier answers were long"
+    plan.rate = 1.0 / 0.45
+    plan.weigh_reading(1001, math.inf)
+    assert not plan.waits, "a draft that does not pay reads for trials"
 
 
 @pytest.mark.daily(

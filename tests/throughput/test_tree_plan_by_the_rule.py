@@ -43,6 +43,21 @@ def test_trees_by_the_rule_are_never_behind_chains(costs: Costs, kind: str, gree
     assert trees.rate > 0.98 * chains.rate
 
 
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_growth_crosses_a_step_of_the_costs(greedy: bool) -> None:
+    """The third candidate alone is not worth its pass; with those after it, it is. No tree has siblings."""
+    costs = Costs(0.2, verify({1: 1.0, 2: 1.1, 3: 1.6, 64: 1.8}), branch=0.02)
+    chains, plan = Simulation("sharp", costs, greedy, 1.0), chain_plan(costs, 12)
+    trees, rule = Simulation("sharp", costs, greedy, 1.0), tree_plan(costs, 12)
+    trees.branches = False
+    for rounds in (range(300, 400), range(1000, 1100)):
+        chains.clear()
+        trees.clear()
+        chains.run_chains(rounds, plan)
+        trees.run(rounds, rule)
+    assert trees.rate > 0.97 * chains.rate
+
+
 # In generations. ------------------------------------------------------------------------------------------------------
 
 

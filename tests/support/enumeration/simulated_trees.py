@@ -32,7 +32,9 @@ class Simulation:
     """Rounds with random distributions. What the target says is drawn from the draft's at another temperature.
 
     `tokens`, `seconds`: sums over all rounds, the tokens being those expected. `drafted`: number of candidates in each
-    round."""
+    round. `branches`: whether trees may have siblings."""
+
+    branches = True
 
     def __init__(self, kind: str, seconds: Costs, greedy: bool, temperature: float = 1.0) -> None:
         self.kind, self.costs, self.greedy, self.temperature = kind, seconds, greedy, temperature
@@ -52,7 +54,7 @@ class Simulation:
             torch.manual_seed(seed)
             draft = RandomDraft(self.kind, seed, vocab=100)
             randomness = None if self.greedy else TorchRandomness()
-            how = Slots(DraftProbability(), randomness, valuation=rule or SlotValuation())
+            how = Slots(DraftProbability(), randomness, valuation=rule or SlotValuation(), branches=self.branches)
             growth = Growth(draft, how, root=0, max_depth=12)
             if rule is None:
                 grow_by_level(growth, budget, pace)
