@@ -163,7 +163,8 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def end(self) -> None:
-        """Called at the end of every call, also after an exception: prepares the cache for later calls, if possible."""
+        """Called at the end of every call, also after an exception: prepares the cache for later calls. A batch's cache
+        that `complete` has not restored raises `ValueError` if it is used again."""
 
     @abstractmethod
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:

@@ -129,7 +129,7 @@ def remembered(model: CausalLM) -> list[Any]:
 
 
 def _remember(value: Any, found: list[Any], depth: int) -> None:
-    """Append the state of `value` to `found`, and of objects that it refers to, over up to `depth` references."""
+    """For `remembered`: append the visible state of `value`, and of objects up to `depth` references on, to `found`."""
     parts: Any = ()
     if type(value) in SIMPLE:
         found.append(value)

@@ -115,7 +115,8 @@ class DFlashModel(PreTrainedModel):
 
 
 def _heads(attention: Any, block: Tensor, seen: Tensor, turns: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[batch, heads, b, head_dim]` of a block; keys, values `[batch, kv_heads, m + b, head_dim]` of `seen`."""
+    """Queries `[batch, heads, b, head_dim]` of the b rows of `block`; keys, values `[batch, kv_heads, m + b, head_dim]`
+    of `seen`: m context vectors, then these rows. `turns`: cos and sin at the positions of `seen`."""
     queries, keys, values = (
         project(inputs).unflatten(-1, (-1, attention.head_dim))
         for project, inputs in ((attention.q_proj, block), (attention.k_proj, seen), (attention.v_proj, seen))
