@@ -195,8 +195,9 @@ class RoundGraphs(GraphTarget):
             self.usual.save_row(texts[place], partial(self.passes.context.cache.keys_values_of, row, length))
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
+        reads = self.usual.generator.setup.drafter.reads is not None  # states that graphs have not returned
         for text in texts:
-            if failure.is_memory:  # the draft's caches are freed
+            if failure.is_memory or (reads and self.graph_drafts.made):  # the draft's caches are freed
                 text.generator.stop_drafting()
             else:
                 text.generator.restart_draft()
