@@ -16,7 +16,7 @@ from hf_specdecpp.files import parse_json
 
 logger = logging.get_logger(__name__)
 
-COLUMNS = ("prompt", "instruction", "messages", "question")
+COLUMNS = ("prompt", "instruction", "messages", "question", "turns")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
@@ -38,9 +38,9 @@ class Prompt:
 def read_prompts(source: str) -> list[Prompt]:
     """Return the prompts of a JSON Lines file, or of a data set `name` or `name:split` (split `train` by default).
 
-    Of the columns `prompt` (text or messages), `instruction` (with an optional `input`), `messages` and `question`, the
-    first in a row is used; `id` is optional. Answers at the end of `messages` are dropped. `ValueError` if there are no
-    prompts, or a row is malformed (the message has the line); `OSError` or `ValueError` if file or data set is missing.
+    The first of these columns in a row is used: `prompt` (text or messages), `instruction` (with an optional `input`),
+    `messages` (without answers at the end), `question`, or the first of several `turns`; `id` is optional. `ValueError`
+    if there are no prompts, or for a malformed row; `OSError` or `ValueError` if the file or data set is missing.
     """
     path = Path(source)
     if path.is_file():
@@ -146,12 +146,11 @@ def _read_dataset(source: str) -> list[Prompt]:
     from datasets import load_dataset
 
     name, _, split = source.partition(":")
-    dataset = load_dataset(name, split=split or "train")
-    filled = [{name: value for name, value in row.items() if value not in (None, "", [])} for row in dataset]
+    data = load_dataset(name, split=split or "train")
+    filled = [{name: value for name, value in row.items() if value not in (None, "", [])} for row in data]
     rows = [(number, row) for number, row in enumerate(filled) if not row.keys().isdisjoint(COLUMNS)]
-    if len(rows) < len(filled):
-        names = f"none of {', '.join(COLUMNS)}"
-        logger.warning(f"{len(filled) - len(rows)} of {len(filled)} rows of {source} have {names}; left out.")
+    if missing := len(filled) - len(rows):
+        logger.warning(f"{missing} of {len(filled)} rows of {source} have none of {', '.join(COLUMNS)}; left out.")
     return [_prompt(row, f"{source} row {number}", f"{name}-{number}", name) for number, row in rows]
 
 
@@ -164,6 +163,7 @@ def _prompt(row: Mapping[str, Any], where: str, default_id: str, source: str) ->
     value = row[column]
     if column == "instruction" and row.get("input"):
         value = f"{value}\nInput: {row['input']}"
+    value = value[0] if column == "turns" and isinstance(value, list) and value else value  # the next needs an answer
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     return Prompt(str(row.get("id", default_id)), source, _messages(value, where, column))

@@ -58,14 +58,14 @@ class TreePlan(Plan, SlotValuation):
         """Grow a tree by DySpec's Algorithm 2, or in a trial a chain. Gain and time decide its depth and t, the least
         gain of a slot at which a candidate is drawn. `threshold`: lower bound of t."""
         tree = growth.tree
-        while self.trial is not None and len(tree) < self.trial and growth.leaves:
-            growth.expand([node := next(iter(growth.leaves))])
-            growth.draw(node)
         if self.trial is not None:
+            while len(tree) < self.trial and growth.leaves:
+                growth.expand([node := next(iter(growth.leaves))])
+                growth.draw(node)
             return
         while len(tree) < self.most_now:
             level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
-            gains = {node: v * self.expected(tree.estimate_of(node), None) for node, v in level.items()}
+            gains = {node: v * self.expected(tree.estimates[node] if node else None, None) for node, v in level.items()}
             firsts = [(v, gains[node]) for node, v in level.items()]
             t = max(threshold, self.threshold([*firsts, *growth.slots()], len(tree)))
             worth = {node: gain for node, gain in gains.items() if tree.levels == 0 or gain >= t}

@@ -231,7 +231,7 @@ class Growth:
         else:
             children = self.tree.children[node]
             last = self.tree.estimates[children[-1]] if children else None
-            value = v * self._valuation.expected(self.tree.estimate_of(node), last, chance)
+            value = v * self._valuation.expected(self.tree.estimates[node] if node else None, last, chance)
         self.open[node] = value
         heappush(self._heap, (-value, node))
 

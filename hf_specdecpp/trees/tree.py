@@ -89,10 +89,6 @@ class DraftTree:
             self.children[parent].append(node)
         return node
 
-    def estimate_of(self, node: int) -> float | None:
-        """The estimated acceptance of a node; `None` for the root."""
-        return self.estimates[node] if node else None
-
     def child(self, parent: int, token: int) -> int | None:
         """The index of the drawn child of `parent` with this token, or `None`."""
         for child in self.children[parent]:

@@ -53,14 +53,15 @@ def test_reads_every_kind_of_row(tmp_path: Path) -> None:
         {"messages": [user("h"), {"role": "assistant", "content": "the answer of the data"}]},
         {"prompt": [user("i")]},
         {"question": "j", "answer": "k"},
+        {"category": "writing", "turns": ["l", "m"]},
     ]
     path = tmp_path / "some.jsonl"
     path.write_text("\ufeff" + "\n".join(json.dumps(row, ensure_ascii=False) if row else "" for row in rows))
     prompts = read_prompts(str(path))
-    assert [prompt.id for prompt in prompts] == ["7", *(f"some-{n}" for n in (2, 4, 5, 6, 7, 8, 9))]
+    assert [prompt.id for prompt in prompts] == ["7", *(f"some-{n}" for n in (2, 4, 5, 6, 7, 8, 9, 10))]
     assert {prompt.source for prompt in prompts} == {"some"}
     contents = [[message["content"] for message in prompt.messages] for prompt in prompts]
-    assert contents == [["a"], ["b\u2028b"], ["c\nInput: d"], ["c"], ["e", "f", "g"], ["h"], ["i"], ["j"]]
+    assert contents == [["a"], ["b\u2028b"], ["c\nInput: d"], ["c"], ["e", "f", "g"], ["h"], ["i"], ["j"], ["l"]]
 
 
 @pytest.mark.parametrize(("line", "message"), [
@@ -71,6 +72,8 @@ def test_reads_every_kind_of_row(tmp_path: Path) -> None:
     ('{"prompt": 3}', r"bad\.jsonl:2: 'prompt' must be text.*not 3"),
     ('{"prompt": " "}', r"bad\.jsonl:2: 'prompt' is empty"),
     ('{"messages": []}', r"bad\.jsonl:2: 'messages' is empty"),
+    ('{"turns": []}', r"bad\.jsonl:2: 'turns' is empty"),
+    ('{"turns": [3]}', r"bad\.jsonl:2: 'turns' must be text.*not 3"),
     ('{"messages": [{"role": "assistant", "content": "a"}]}', r"bad\.jsonl:2: 'messages' is empty"),
     ('{"messages": [{"role": "user"}]}', r"bad\.jsonl:2: 'messages' must be text.*but a message is \{'role'"),
 ])  # fmt: skip
