@@ -310,7 +310,7 @@ def test_every_width_is_compared(
     """A pass that is wrong with one width alone is found before a round relies on it."""
     target, ids = small(), torch.cat([prompt(12, seed) for seed in range(rows)])
     assistant = assistant_of("early_exit", target, **SHAPES[settings])
-    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 40}
     plain = target.generate(ids, pad_token_id=0, **how)
     wrong_where(lambda tokens: tokens == width, monkeypatch)
     assert torch.equal(target.generate(ids, pad_token_id=0, assistant_model=assistant, **how), plain)
