@@ -30,7 +30,6 @@ CLEAR_GAIN = 1.3  # over plain decoding; above it the cost of a pass over one to
 TRIED_AGAIN = 16  # sequences during which a confirmed cost is not tried
 LEAST_GAIN_IN_BATCHES = 1.1  # larger: rows end one by one, and the remaining rows bear the cost of passes
 LEAST_CRITICAL = 1e-99  # a pass may cost less than a narrower one, so the critical survival may be negative
-ROUNDS_AHEAD = 64  # of a batch, whose gain must exceed the time in which the draft reads all rows
 USUAL_TOKENS, LATEST = 64.0, 0.1  # assumed tokens of a sequence without lookups; share of the latest in their mean
 
 
@@ -49,8 +48,7 @@ class Plan:
     Attributes:
         costs: costs at the current sequence length; `verify`: `[most + 1]` seconds of passes over 0, 1, ... candidates.
         seconds: `[most + 1]`, of rounds with chains of 0, 1, ... candidates.
-        credit: time that probes may lose now, in plain passes; negative after a probe that lost more. Rounds without
-            candidates add `PROBE_SHARE`, without an upper bound.
+        credit: time that probes may lose now, in plain passes; rounds without candidates add `PROBE_SHARE` to it.
         ledger: tokens and time of rounds with candidates.
         rounds: number of rounds with candidates.
         rate: tokens per second of rounds with candidates.
@@ -144,12 +142,11 @@ class Plan:
 
     def weigh_reading(self, unread: int, left: float) -> None:
         """Called before each round: set `waits`, whether the draft would read its `unread` tokens for longer than
-        drafting is expected to save in the rest of the sequence, of at most `left` tokens.
+        drafting is expected to save in the rest of the sequence, of at most `left` tokens. Without lookups, that rest
+        is expected to be as long as in earlier sequences on average, or as the part so far, whichever is more.
 
-        The rest is as many tokens as earlier sequences had on average from here on, or as this one has got so far,
-        whichever is more; tokens of lookups do not count. Example: the draft takes 8 s to read a prompt, a plain pass
-        takes 0.45 s, and drafting generates 3 tokens per second, which saves 0.117 s per token. That is 7.5 s in 64
-        tokens, so the draft waits until 69 tokens were generated without it.
+        Example: the draft takes 8 s to read a prompt, a plain pass takes 0.45 s, and drafting generates 3 tokens per
+        second, which saves 0.117 s per token. That is 7.5 s in 64 tokens, so the draft waits for 69 plain passes.
         """
         further = min(max(self._usual_tokens - self.num_tokens, self.num_tokens), left)
         saving = further * (self.plain - 1.0 / self.rate)
@@ -232,7 +229,7 @@ class BatchPlan(ChainPlan):
     def begin_batch(self, unread: int) -> None:
         """Begin a round: decide whether the rows draft. `unread`: the most unread tokens of a row."""
         gain = self.rate * self.plain**2 - self.plain
-        can_read = not self.pays or self.costs.read * unread <= ROUNDS_AHEAD * gain
+        can_read = not self.pays or self.costs.read * unread <= USUAL_TOKENS * gain
         self.begins = super().should_draft(unread) and (can_read or self.trial is not None)
 
     def should_draft(self, unread: int) -> bool:
