@@ -158,7 +158,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         longest, looks_up = self._begin_round(input_ids, states, max_tokens), 0
         read = self.session.unread - 1
         if self.plan is not None:
-            self.plan.weigh_reading(self.session.unread, max(self._longest - input_ids.shape[1], 0))
+            self.plan.weigh_reading(self.session.unread, self.left(input_ids.shape[1]))
         if (lookup is not None and (looks_up := counts_of([lookup])[0])) or (self.plan and self.plan.waits):
             longest = 0
         tree = method.draft(input_ids, longest)
@@ -226,8 +226,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def look_up(self, length: int) -> LookingUp | None:
         """Called before a captured round of `length` earlier tokens: makes `lookup` read `emitted` and search."""
         if self.lookup is not None:
-            self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, max(self._longest - length, 0))))
+            self.lookup.look_up(self.emitted, int(min(MOST_CANDIDATES, self.left(length))))
         return self.lookup
+
+    def left(self, length: int) -> float:
+        """Number of candidates that may follow a sequence of `length` tokens; infinite without a limit."""
+        return max(self._longest - length, 0)
 
     def learned_rates(self, trees: bool = False) -> AcceptanceRates:
         """Acceptance rates of earlier rounds with this target and this way of sampling, of chains or trees."""
@@ -266,7 +270,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
-        room = int(min(MOST_CANDIDATES, max(self._longest - input_ids.shape[1], 0)))
+        room = int(min(MOST_CANDIDATES, self.left(input_ids.shape[1])))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
             self.lookup.look_up(new_tokens[0].tolist(), min(room, most))

@@ -18,7 +18,7 @@ from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.chain import StoppingRule
 from hf_specdecpp.estimation.estimators import FIRST_FITS, NO_VERDICT, AcceptanceRates, Estimator, bin_of
 from hf_specdecpp.estimation.ledger import LASTING, LEAST_GAIN, Ledger
-from hf_specdecpp.throughput.known_costs import KnownCosts, RoundTimes, length_class
+from hf_specdecpp.throughput.known_costs import MOST_READ, KnownCosts, RoundTimes, length_class
 from hf_specdecpp.trees.tree import DraftTree
 
 PROBE_SHARE = 0.005  # of the time of rounds without candidates, for probes
@@ -63,6 +63,7 @@ class Plan:
     trial: int | None = None
     waits = False
     _usual_tokens = USUAL_TOKENS  # mean of `num_tokens` at the end of a sequence
+    _missed, _patience = 0.0, 1.0  # plain passes that waiting has missed; their divisor, doubled if they made it end
 
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self.known, self.most, self.rates = known, most, rates or AcceptanceRates()
@@ -86,7 +87,7 @@ class Plan:
 
     def begin_text(self) -> None:
         """Called before the first round of a sequence: its trials begin with the next `set_length`."""
-        if self.num_tokens:
+        if self._kind is not None:
             self._usual_tokens += LATEST * (self.num_tokens - self._usual_tokens)
         self._texts, self._kind, self.trials, self.num_tokens = self._texts + 1, None, [], 0
 
@@ -118,7 +119,8 @@ class Plan:
         if was_assumed and not self.known.is_assumed:  # costs were in passes and are in seconds now
             self._use_costs(self.known.at(0))
             tokens, seconds = self.ledger.totals  # probes were charged more than they have cost
-            self.credit = min(MOST_CREDIT + tokens / self.least_gain - seconds / self.plain, SECOND_CREDIT)
+            true = MOST_CREDIT + tokens / self.least_gain - seconds / self.plain
+            self.credit = max(self.credit, min(true, SECOND_CREDIT))
 
     @property
     def price(self) -> float:
@@ -143,21 +145,27 @@ class Plan:
     def weigh_reading(self, unread: int, left: float) -> None:
         """Called before each round: set `waits`, whether the draft would read its `unread` tokens for longer than
         drafting is expected to save in the rest of the sequence, of at most `left` tokens. Without lookups, that rest
-        is expected to be as long as in earlier sequences on average, or as the part so far, whichever is more.
+        is expected to be as long as in earlier sequences on average, or as the part so far, whichever is more. What
+        waiting has missed in all sequences counts as a saving, too: without reading its cost would never be corrected.
 
         Example: the draft takes 8 s to read a prompt, a plain pass takes 0.45 s, and drafting generates 3 tokens per
         second, which saves 0.117 s per token. That is 7.5 s in 64 tokens, so the draft waits for 69 plain passes.
         """
         further = min(max(self._usual_tokens - self.num_tokens, self.num_tokens), left)
-        saving = further * (self.plain - 1.0 / self.rate)
-        self.waits = self.pays and saving < self.costs.read * (unread - 1)  # else `should_draft` decides on probes
+        per_token, reading = 1.0 - 1.0 / (self.rate * self.plain), self.costs.read * (unread - 1) / self.plain
+        saving = further * per_token
+        self.waits = self.pays and saving + self._missed < reading  # without `pays` `should_draft` decides on probes
+        if self.waits:
+            self._missed += per_token / self._patience
+        elif self.pays and saving < reading:
+            self._missed, self._patience = 0.0, 2.0 * self._patience
 
     def should_draft(self, unread: int) -> bool:
         """Begin a round, and return whether it has candidates. `unread`: tokens that the draft has to read first."""
         self.unread, self.trial = unread, self.trials.pop(0) if self.trials else None
         if self.trial is not None:
             return self.trial > 0
-        return self.most > 0 and (self.pays or self._can_probe(unread))
+        return self.most > 0 and (self.pays or self._can_probe(unread, READ_CREDIT if unread > MOST_READ else 0.0))
 
     def _can_probe(self, unread: int, reserve: float = 0.0) -> bool:
         """Whether the credit, less `reserve`, covers the loss of a probe whose one candidate is not accepted."""
@@ -226,10 +234,10 @@ class BatchPlan(ChainPlan):
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         super().__init__(known, most, max(lag, 0), rates)  # all rows continue or none, so no estimate precedes its draw
 
-    def begin_batch(self, unread: int) -> None:
-        """Begin a round: decide whether the rows draft. `unread`: the most unread tokens of a row."""
+    def begin_batch(self, unread: int, left: float = math.inf) -> None:
+        """Begin a round: decide whether the rows draft. `unread`, `left`: most unread, and further, tokens of a row."""
         gain = self.rate * self.plain**2 - self.plain
-        can_read = not self.pays or self.costs.read * unread <= USUAL_TOKENS * gain
+        can_read = not self.pays or self.costs.read * unread <= min(USUAL_TOKENS, left) * gain
         self.begins = super().should_draft(unread) and (can_read or self.trial is not None)
 
     def should_draft(self, unread: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from hf_specdecpp.config.costs import Floats
+from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import PROBE_SHARE, Plan, seconds_ahead
@@ -68,11 +69,11 @@ class TreePlan(Plan, SlotValuation):
             gains = {node: v * self.expected(tree.estimates[node] if node else None, None) for node, v in level.items()}
             firsts = [(v, gains[node]) for node, v in level.items()]
             t = max(threshold, self.threshold([*firsts, *growth.slots()], len(tree)))
-            worth = {node: gain for node, gain in gains.items() if tree.levels == 0 or gain >= t}
             # The first level was decided by `should_draft`.
-            if not worth or (tree.levels > 0 and not self.reads(growth, worth)):
+            worth = {node: gain for node, gain in gains.items() if tree.levels == 0 or gain >= t}
+            if not (leaves := self.reads(growth, worth) if tree.levels else list(worth)):
                 break
-            growth.expand(list(worth))
+            growth.expand(leaves)
             while len(tree) < self.most_now and growth.best >= t:
                 growth.draw_best()
         while growth.best >= threshold and self.best_draws(growth.open.values(), len(tree))[0] > 0:
@@ -106,19 +107,19 @@ class TreePlan(Plan, SlotValuation):
         best = int(net.argmax())
         return float(t[best]) if net[best] > 0.0 else math.inf
 
-    def reads(self, growth: Growth, gains: Mapping[int, float]) -> bool:
-        """Whether a draft pass over some leaves of the deepest level is worth its seconds: by the draws below all of
-        them, or by several further candidates below one of them, as in a chain. `gains`: by leaf, the gain of its first
-        child."""
+    def reads(self, growth: Growth, gains: Mapping[int, float]) -> list[int]:
+        """Return the leaves of the deepest level over which a draft pass is worth its seconds: all of them by the draws
+        below, or else each by several further candidates, as in a chain. `gains`: by leaf, the gain of its first child.
+        """
         tree, others = growth.tree, growth.open.values()
         level, size = tree.levels, len(tree)
-        further = self._ahead[min(level, self.most)]
-        if any(growth.leaves[node] > self.price * further[bin_of(tree.estimates[node])] for node in gains):
-            return True
         steps = int(level % self.costs.block == 0)  # within a block candidates are only ranked
         seconds = self.costs.draft * steps + self.costs.branch * (len(gains) - steps)
         added = self.best_draws([*gains.values(), *others], size)[1] - self.best_draws(others, size)[1]
-        return added > self.price * seconds
+        if added > self.price * seconds:
+            return list(gains)
+        ahead = self._ahead[min(level if self.costs.block > 1 else size, len(self._ahead) - 1)]
+        return [node for node in gains if growth.leaves[node] > self.price * ahead[bin_of(tree.estimates[node])]]
 
     def best_draws(self, gains: Collection[float], size: int) -> tuple[int, float]:
         """Return how many of the slots with these `gains` are worth a draw, and the tokens gained there less the price
@@ -147,7 +148,8 @@ class TreePlan(Plan, SlotValuation):
             self.splits, self.mean_estimate = further / max(thresholds, 1e-3), acceptance / draws
 
     def _fit(self) -> None:
-        self._ahead, acceptance = seconds_ahead(self.rates, self.seconds, lag=0), self.rates.acceptance
+        self._ahead = seconds_ahead(self.rates, self.seconds[: MOST_CANDIDATES + 1], lag=0)
+        acceptance = self.rates.acceptance
         self._of_children: list[float] = (self.rates.following @ acceptance).tolist()
         self._of_siblings: list[float] = (self.rates.following_siblings @ acceptance).tolist()
         super()._fit()

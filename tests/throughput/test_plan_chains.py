@@ -18,7 +18,7 @@ from support.targets.models import assistant_for, configured, prompt, tiny
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.known_costs import RoundTimes
+from hf_specdecpp.throughput.known_costs import KnownCosts, RoundTimes
 from hf_specdecpp.throughput.plan import SECOND_CREDIT, ChainPlan, Throughput
 
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
@@ -109,15 +109,23 @@ def test_a_first_text_tries_a_useless_draft_few_times(of_draft: float, mutant: b
 
 
 def test_trials_of_a_first_text_are_charged_their_true_cost_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that begins badly must not keep a cheap draft out of the next ones."""
-    plan = chain_plan(Costs(0.1, (1.0, 1.1)), 20)
-    plan.known.is_assumed = True
-    Simulation(plan, independent(lambda _: 0.02)).run(64)
-    assert plan.leaves_to_target(40)
-    monkeypatch.setattr(plan.known, "update", lambda _: setattr(plan.known, "is_assumed", False) or {})
-    plan.end_text(RoundTimes(clock=float))
-    assert plan.credit == SECOND_CREDIT
-    assert not plan.leaves_to_target(40)
+    """A text that begins badly must not keep a cheap draft out of the next ones; an expensive one is not tried more."""
+    for draft in (0.1, 3.0):
+        plan = chain_plan(Costs(draft, (1.0, 1.1)), 20)
+        plan.known.is_assumed = True
+        Simulation(plan, independent(lambda _: 0.02)).run(64)
+        assert plan.leaves_to_target(40)
+        before = plan.credit
+        known = plan.known
+
+        def update(_: RoundTimes, known: KnownCosts = known) -> dict[Any, Any]:
+            known.is_assumed = False
+            return {}
+
+        monkeypatch.setattr(known, "update", update)
+        plan.end_text(RoundTimes(clock=float))
+        assert plan.credit == (SECOND_CREDIT if draft < 1.0 else before)
+        assert plan.leaves_to_target(40) == (draft > 1.0)
 
 
 def test_a_draft_reads_what_takes_less_time_than_it_saves() -> None:
@@ -125,19 +133,38 @@ def test_a_draft_reads_what_takes_less_time_than_it_saves() -> None:
     plan = chain_plan(Costs(0.01, (0.45,), read=0.008), 20)
 
     def waits(generated: int, left: float = math.inf, unread: int = 1001) -> bool:
-        plan.rate, plan.num_tokens = 3.0, generated
+        plan.rate, plan.num_tokens, plan._missed = 3.0, generated, 0.0
         plan.weigh_reading(unread, left)
         return plan.waits
 
     assert [waits(generated) for generated in (0, 68, 69)] == [True, True, False]
     assert waits(69, left=60)
     assert not waits(0, unread=900)
+    plan.set_length(0)
     waits(200)
     plan.begin_text()
     assert not waits(0), "earlier answers were long"
     plan.rate = 1.0 / 0.45
     plan.weigh_reading(1001, math.inf)
     assert not plan.waits, "a draft that does not pay reads for trials"
+
+
+def test_waiting_ends_if_reading_is_assumed_too_expensive() -> None:
+    """Answers of 40 tokens never save what the reading is assumed to take, so without it nothing would correct that."""
+    plan = chain_plan(Costs(0.2, (1.0, 1.02), read=0.05), 20)
+    reads = []
+    for answer in range(60):
+        plan.begin_text()
+        plan.set_length(0)
+        for _ in range(40):
+            plan.rate = 2.0
+            plan.weigh_reading(1001, 40)
+            if not plan.waits:
+                reads.append(answer)
+                break
+            plan.num_tokens += 1
+    assert reads[:2] == [1, 5], "50 plain passes of reading; 0.5 are missed per token"
+    assert len(reads) < 6, "ever more rarely"
 
 
 @pytest.mark.daily(

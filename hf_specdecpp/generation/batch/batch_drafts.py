@@ -42,7 +42,7 @@ class BatchDrafts(Drafts):
         rows = [text.generator.draft_step_by_step(text.ids, text.states) for text in texts]
         read = max(each.session.unread for each in generators)
         if self.plan is not None:
-            self.plan.begin_batch(read)
+            self.plan.begin_batch(read, max(text.generator.left(text.length) for text in texts))
         self._look_up(generators, rows)
         chains = self._draft(generators, rows)
         if times is not None:
