@@ -4,8 +4,7 @@
     model.generate(**inputs)
 
 Importing this package makes `model_type="specdecpp"` known to the Auto classes. It loads neither torch nor transformers
-before a name of it is used (PEP 562).
-"""
+before a name of it is used (PEP 562)."""
 
 import sys
 from typing import TYPE_CHECKING, Any

@@ -88,8 +88,7 @@ class SpecDecPPAssistant(AssistantModel):
 
     The first such call attaches the assistant to the model (`attach`). `assist` makes an assistant and attaches it at
     once, so that the first call need not wait. `from_pretrained` loads an assistant; the other constructors make one
-    from a draft model or from the target's own layers.
-    """
+    from a draft model or from the target's own layers."""
 
     # Making one ------------------------------------------------------------------------------------------------------
 

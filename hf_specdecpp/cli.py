@@ -64,8 +64,7 @@ def main(
 def demo(**options: Any) -> None:
     """Answer questions with and without the assistant.
 
-    The exit code is 1 if answers differ. Speeds are compared in CPU time.
-    """
+    The exit code is 1 if answers differ. Speeds are compared in CPU time."""
     from hf_specdecpp.terminal.demo import run
 
     with _failing():
@@ -87,8 +86,7 @@ def chat(**options: Any) -> None:
 def train(**options: Any) -> None:
     """Train an assistant: its draft, its acceptance head, its card.
 
-    The stages are rollouts, distill, head, calibrate, eval and card. A stopped run resumes where it stopped.
-    """
+    The stages are rollouts, distill, head, calibrate, eval and card. A stopped run resumes where it stopped."""
     try:
         from hf_specdecpp.training.run import run
     except ImportError as error:
@@ -103,8 +101,7 @@ def bench(**options: Any) -> None:
     """Time plain generation, other methods and all rules.
 
     All use the same prompts. The exit code is 1 if a greedy answer of this package differs from plain generation
-    by more than a near-tie.
-    """
+    by more than a near-tie."""
     from hf_specdecpp.benchmark.live import run
 
     with _failing():
@@ -133,8 +130,7 @@ def inspect(
 ) -> None:
     """Show and check the files of a repository.
 
-    REPO is an assistant or a published draft. The exit code is 1 if a file has a problem.
-    """
+    REPO is an assistant or a published draft. The exit code is 1 if a file has a problem."""
     if convert is None and draft is not None:
         raise typer.BadParameter("--draft names the draft of a converted head, so it needs --convert OUT.")
     from hf_specdecpp.files import Repository
@@ -175,8 +171,7 @@ def export(
 ) -> None:
     """Write a draft for vLLM, SGLang and llama.cpp.
 
-    The commands that serve the draft are printed. The exit code is 1 if no engine serves it.
-    """
+    The commands that serve the draft are printed. The exit code is 1 if no engine serves it."""
     from hf_specdecpp.hub.exporting import export as write
 
     with _failing(assistant):
@@ -197,8 +192,7 @@ def drafts(
 ) -> None:
     """List published drafts, for assist(model, DRAFT).
 
-    The exit code is 1 if none is known.
-    """
+    The exit code is 1 if none is known."""
     from hf_specdecpp.hub.published import published, table
 
     found = list(table()) if model is None else published(model)

@@ -231,8 +231,7 @@ def options_of(cls: type) -> Callable[[Command], Command]:
 
     `max_prompts: int | None` becomes `--max_prompts` and `--max-prompts`, `quick: bool = False` becomes `--quick`, and
     a bool with the default `True` or `None` becomes a pair, `--live` and `--no-live`. Metadata of a field: `parse`, a
-    function that converts the option's text, such as `parse_layers`; `min` and `metavar` of typer.
-    """
+    function that converts the option's text, such as `parse_layers`; `min` and `metavar` of typer."""
     hints, described = get_type_hints(cls), meanings(cls)
 
     def option(field: Field[Any]) -> inspect.Parameter:

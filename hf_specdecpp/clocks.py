@@ -28,6 +28,5 @@ def typical(times: Sequence[float]) -> float | None:
     """The median of measured `times`; their mean if the median is 0, as with a coarse clock, or negative, as with one
     that was set back; `None` if neither is positive and finite.
 
-    Example: with a clock that ticks every 10 ms, 22 of 25 passes take 0 s and 3 take 10 ms: the result is 1.2 ms.
-    """
+    Example: with a clock that ticks every 10 ms, 22 of 25 passes take 0 s and 3 take 10 ms: the result is 1.2 ms."""
     return next((each for each in (median(times), fmean(times)) if 0.0 < each < math.inf), None)

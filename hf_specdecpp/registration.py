@@ -1,8 +1,7 @@
 """Registers `model_type="specdecpp"` with transformers' Auto classes, also for `pipeline(assistant_model="org/repo")`.
 
 Importing this package registers the type with `AutoConfig` only, at once or when transformers' module is imported. The
-other Auto classes, which import torch and the models, follow when `AutoConfig` first reads an assistant's config.
-"""
+other Auto classes, which import torch and the models, follow when `AutoConfig` first reads an assistant's config."""
 
 from __future__ import annotations
 

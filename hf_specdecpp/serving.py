@@ -36,8 +36,7 @@ class Destination:
     """Folders of an exported draft, and the target and draft length for its serving commands.
 
     The draft is written into `folder`, which is renamed to `output` after all checks. `num_tokens`: candidates per
-    round; `target`: Hub id or folder, `None` if unknown, and its `revision`; `head`: for engines that take one.
-    """
+    round; `target`: Hub id or folder, `None` if unknown, and its `revision`; `head`: for engines that take one."""
 
     folder: Path
     output: Path

@@ -3,8 +3,7 @@
 A row has ratios of speeds, each as the median over prompts and its 95 % interval: `plain`, relative to plain
 generation; `first`, the same for the first five answers of a session, which begins without known costs; `same_passes`,
 relative to plain generation with the assistant's matrix multiplications; `constant`, relative to the best of the
-contestants with `is_constant`, chosen in hindsight.
-"""
+contestants with `is_constant`, chosen in hindsight."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A sequence in a cache of transformers (`GrowingContext`), to which a round's tokens are committed or rolled back.
 
 Keys and values are rolled back by dropping rows, recurrent states by restoring a copy. Of a token tree the rows of one
-path are kept.
-"""
+path are kept."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Attention masks for batches and token trees, by kind of layer, also with sliding windows and chunks.
 
 A node of a tree sees the prefix, its ancestors and itself. Its position is that in the path from the root. Windows are
-measured in positions of the sequence, not in rows of the cache, because these also contain siblings.
-"""
+measured in positions of the sequence, not in rows of the cache, because these also contain siblings."""
 
 from __future__ import annotations
 

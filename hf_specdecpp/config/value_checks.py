@@ -2,8 +2,7 @@
 
 Repositories are not trusted. Their numbers must not determine how long loading takes, and their fields must not name
 code that transformers would download and run, as `attn_implementation` can. Only listed fields reach transformers,
-whose own configs check their types.
-"""
+whose own configs check their types."""
 
 from __future__ import annotations
 

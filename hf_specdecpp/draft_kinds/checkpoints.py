@@ -1,8 +1,7 @@
 """Make a module from a config and tensors that are not trusted.
 
 The config's numbers are bounded, and the names and shapes of the tensors are compared with the config, before memory
-for weights is used: a repository cannot make loading slow or large by writing big numbers.
-"""
+for weights is used: a repository cannot make loading slow or large by writing big numbers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Draft a chain (SpecDec++, section 3): draw a candidate, submit it, and continue until a stopping rule ends the chain.
 
 The output is exact: a rule may use everything known to the draft, including the last candidate, because every drawn
-candidate is submitted. No rule can drop a candidate. (`docs/specdecpp.md`)
-"""
+candidate is submitted. No rule can drop a candidate. (`docs/specdecpp.md`)"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A draft (`Draft`) and its side of one sequence (`DraftingSession`), the interfaces that a generation uses.
 
-`draft_kinds` contains the kinds of draft: how they are made and stored.
-"""
+`draft_kinds` contains the kinds of draft: how they are made and stored."""
 
 from __future__ import annotations
 

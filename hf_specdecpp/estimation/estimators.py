@@ -7,8 +7,7 @@ called before the draw, so that a stopping rule decides whether to draw. `DraftP
 `acceptance_head` contains a trained network. See `docs/specdecpp.md`, and `docs/dyspec.md` for trees.
 
 Each verification shows whether a few estimates were right, so estimates are calibrated during generation
-(`AcceptanceRates`). An estimate uses only values from before the candidate's verification, so the output is exact.
-"""
+(`AcceptanceRates`). An estimate uses only values from before the candidate's verification, so the output is exact."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Metrics of acceptance estimates, as exact expectations without sampling.
 
 Labels are acceptance probabilities: a candidate with label P counts as accepted with weight P and as rejected with
-weight 1 - P.
-"""
+weight 1 - P."""
 
 from __future__ import annotations
 

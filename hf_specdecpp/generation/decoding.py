@@ -4,8 +4,7 @@
 Differences from transformers' `_assisted_decoding`: the prompt has a separate forward pass, so a reused cache, chunked
 prefill and sliding windows behave as in plain `generate()`. Stopping criteria are called after each token. Scores,
 hidden states and attentions are those of the returned tokens. Candidates may form trees, and each row of a batch
-advances by its own number of tokens.
-"""
+advances by its own number of tokens."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class LatestCalls:
     of the latest call of any thread.
 
     Two kinds of calls run in a thread on behalf of another: calls by `asyncio.to_thread` also count as calls of the
-    task that started them, calls with an iterable streamer (`TextIteratorStreamer`) as calls of the main thread.
-    """
+    task that started them, calls with an iterable streamer (`TextIteratorStreamer`) as calls of the main thread."""
 
     def __init__(self) -> None:
         self._latest = self._streamed = Noted(SpeculationStats())

@@ -43,8 +43,7 @@ class RoundResult:
     """The result of verifying a round. Node 0 is the last token before the round, nodes 1, 2, ... are candidates.
 
     Example: of the chain 7 8 9 the candidates 7 and 8 are accepted, and 4 follows: `path` is [1, 2], `emitted` is
-    [7, 8, 4]. If `Walk` finds that 8 ends the sequence, `emitted` is [7, 8], and `path` is still [1, 2].
-    """
+    [7, 8, 4]. If `Walk` finds that 8 ends the sequence, `emitted` is [7, 8], and `path` is still [1, 2]."""
 
     path: list[int]  # the accepted nodes
     emitted: list[int]  # their tokens and the next token
@@ -164,8 +163,7 @@ class OutputText:
         `[1, length]`: the sequence with all of them, or `None` if `all_simple`. Records `scores` of the kept ones.
 
         If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`. If one writes another last
-        token to `ids`, no later token is kept (`is_rewritten`).
-        """
+        token to `ids`, no later token is kept (`is_rewritten`)."""
         self.is_rewritten = False
         before = length - len(emitted)
         kept, finished, room = len(emitted), False, max(self.max_length - before, 1)

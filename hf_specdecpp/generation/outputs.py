@@ -55,8 +55,7 @@ class TokenRecords:
 
         The first call is for the prompt's pass: one entry with all positions. A later pass reads `again` pending
         tokens, the last token and `num_candidates` candidates; each emitted token has an entry with one position. In a
-        tree these positions are `path`, counted from the last token: 0 and those of the accepted candidates.
-        """
+        tree these positions are `path`, counted from the last token: 0 and those of the accepted candidates."""
         path = list(range(count)) if path is None else path[:count]
         if "hidden_states" in self.kept:
             layers = tuple(outputs.hidden_states)

@@ -1,8 +1,7 @@
 """Targets that are spread over several processes (tensor parallelism). Only the first rank drafts and verifies.
 
 All ranks run the target's passes together, over equal tokens. The first rank sends two short messages per round to the
-others: the candidates, and the emitted tokens.
-"""
+others: the candidates, and the emitted tokens."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class RankText(OutputText):
     """A sequence on one rank. The first rank verifies and finds the end; the others append the tokens that it sends.
 
     Example: the first rank drafts and sends 7 8 9. All ranks read 7 8 9. The first rank accepts 7 and 8, draws 5, and
-    sends 7 8 5. All ranks append 7 8 5, and remove 9 from the cache.
-    """
+    sends 7 8 5. All ranks append 7 8 5, and remove 9 from the cache."""
 
     def __init__(self, ranks: Ranks, *arguments: Any) -> None:
         super().__init__(*arguments)

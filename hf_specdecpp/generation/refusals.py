@@ -202,8 +202,7 @@ def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None
     attention with sliding windows. `mask`: the attention mask `[rows, length]` or `None`.
 
     Plain generation emits wrong tokens then, until the padding has left the windows. Here a cache that can be rolled
-    back keeps the padding longer, and 0 times NaN is NaN.
-    """
+    back keeps the padding longer, and 0 times NaN is NaN."""
     if mask is None or bool(mask.all()):
         return
     spoilt = [row for row, own in enumerate(logits) if bool(own[-1].isnan().any())]

@@ -308,8 +308,7 @@ def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[T
     """Remove masked tokens from the prompt `new` `[1, n]`, and their states from the target's `states` `[1, m, size]`.
     The `mask` `[1, length]` may be longer, if the prompt continues a cache, or shorter, if later tokens have no mask.
 
-    Example: the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` becomes `[5, 6]`.
-    """
+    Example: the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` becomes `[5, 6]`."""
     if states is not None:
         shown = mask[0, -states.shape[1] :].bool()
         states = states[:, shown.to(states.device)] if bool(shown.any()) else states

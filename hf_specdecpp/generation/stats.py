@@ -203,8 +203,7 @@ class SpeculationStats:
         neglected, so the speedup is rather underestimated.
 
         Example: 31 tokens with a prompt pass of 0.2 s and plain passes of 0.1 s take 3.2 s. If the call takes 0.2 s for
-        the prompt, 1.4 s for rounds and 0.4 s for preparing, the speedup is 1.6.
-        """
+        the prompt, 1.4 s for rounds and 0.4 s for preparing, the speedup is 1.6."""
         return self._speed_over(self.plain_pass_seconds)
 
     @property

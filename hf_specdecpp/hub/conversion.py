@@ -2,8 +2,7 @@
 
 The original code uses one object for all D blocks, so that its tensors are stored D times (`pytorch_model.bin`), or
 once, with aliases in the metadata (safetensors). A fork has D distinct blocks. Only this module opens pickles, and only
-with `weights_only=True`.
-"""
+with `weights_only=True`."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from pathlib import Path
 class Published:
     """A draft on the Hub for a target, its `form`, such as "EAGLE-3 draft", and the figure that `source` gives, if any.
 
-    If `file` is "pickle", convert the draft first: `specdecpp inspect DRAFT --convert FOLDER`.
-    """
+    If `file` is "pickle", convert the draft first: `specdecpp inspect DRAFT --convert FOLDER`."""
 
     target: str
     draft: str

@@ -1,7 +1,6 @@
 """Reads and checks the files of an assistant's repository.
 
-Weights are safetensors files with exactly the expected tensors. Pickles are not opened, and no code is run.
-"""
+Weights are safetensors files with exactly the expected tensors. Pickles are not opened, and no code is run."""
 
 from __future__ import annotations
 

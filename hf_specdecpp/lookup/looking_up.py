@@ -126,8 +126,7 @@ class LookingUp:
         """Number of candidates that the sequence looks up if costs do not decide: 0 unless the first estimate exceeds
         the draft's acceptance rate; then as many as are all accepted with probability `LEAST_SURVIVAL` or more.
 
-        Example: 0.9, 0.8, 0.5, 0.5 against 0.7: the first three, which are all accepted with probability 0.36.
-        """
+        Example: 0.9, 0.8, 0.5, 0.5 against 0.7: the first three, which are all accepted with probability 0.36."""
         drafting = self._accepted / self._tested if self.has_draft else 0.0
         if not self.estimates or self.estimates[0] <= drafting:
             return 0

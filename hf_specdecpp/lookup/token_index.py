@@ -3,8 +3,7 @@ continuation at such matches (`TextLookup`), and how often continuations were ri
 sequence `TextRates`): every emitted token shows whether the token looked up there was right.
 
 A dictionary finds earlier places of one or two tokens; longer matches grow from shorter ones, token by token. So
-reading a token and finding all its matches takes a few microseconds, however long the text is.
-"""
+reading a token and finding all its matches takes a few microseconds, however long the text is."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def classes_of(lengths: range, agree: int, total: int) -> list[int]:
     """The classes of consecutive candidates after matches of these `lengths`, if `agree` of `total` places continue
     with them.
 
-    Example: after matches of 5 and 6 tokens, if 3 of 4 places agree, they are 4 * 4 + 1 = 17, twice.
-    """
+    Example: after matches of 5 and 6 tokens, if 3 of 4 places agree, they are 4 * 4 + 1 = 17, twice."""
     share = (2 if total == 1 else 3) if agree == total else int(2 * agree >= total)
     return [bisect_right(LENGTHS, length) * SHARES + share for length in lengths]
 
@@ -106,8 +104,7 @@ class TokenIndex:
     """Tokens in order, with the earlier places of each token and of each pair, which `matches` compares with the end of
     this or of another sequence.
 
-    Example: in 5 6 7 8 5 6 7 the last token matches place 2, by three tokens; the token after that place is 8.
-    """
+    Example: in 5 6 7 8 5 6 7 the last token matches place 2, by three tokens; the token after that place is 8."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")

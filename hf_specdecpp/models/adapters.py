@@ -2,8 +2,7 @@
 
 Adapters are not trusted, and a draft may share tensors with the target, which must not change. PEFT overwrites a
 model's own weights for some kinds of LoRA (KaSA, PiSSA, ...). Here the two small matrices of each module are read and
-checked, and used in new tensors and modules, so that no existing tensor is written to.
-"""
+checked, and used in new tensors and modules, so that no existing tensor is written to."""
 
 from __future__ import annotations
 

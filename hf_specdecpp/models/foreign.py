@@ -2,8 +2,7 @@
 
 Such code may depend on the number of tokens in a pass, for instance a hook that changes the last row only. So passes
 over several tokens are first compared with passes over fewer tokens (`caches.trial.Trial`). `ForeignPasses` stores the
-result for later generations.
-"""
+result for later generations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Load models, configs and tokenizers, without running code of a repository and from safetensors only.
 
-Tokenizers are compared by their token-to-id maps, because `vocab_size` may include padding.
-"""
+Tokenizers are compared by their token-to-id maps, because `vocab_size` may include padding."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Quantised layers, recognised by class names and attributes, so that torchao and bitsandbytes need no import.
 
 Targets with quantised weights need special treatment in three cases: the quantisation states of bitsandbytes, LM heads
-whose rows cannot be indexed, and quantised activations.
-"""
+whose rows cannot be indexed, and quantised activations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Hidden states that a draft reads, captured in the target's own passes (`TargetStates`).
 
-With them a draft of one layer predicts better than several that read embeddings only (arXiv 2401.15077, 2503.01840).
-"""
+With them a draft of one layer predicts better than several that read embeddings only (arXiv 2401.15077, 2503.01840)."""
 
 from __future__ import annotations
 

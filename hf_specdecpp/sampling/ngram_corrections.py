@@ -2,8 +2,7 @@
 
 Each target pass gives the target's distribution after all of its tokens at no cost. Its likeliest successors are stored
 by the last token (Token Recycling, arXiv 2408.08696), by the last two, and by the last three. When such a context comes
-again, q is mixed with the stored probabilities, r.
-"""
+again, q is mixed with the stored probabilities, r."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ class NgramCorrections:
 
         Example: q is [0.6, 0.4, 0], r is [0, 0.5, 0.2], and m is 0.5, so the ratio is 1 / 1.5. In greedy generation the
         odds are 0.444, so w is 0.308, and q becomes [0.415, 0.431, 0.062] / 0.908. In sampled generation the odds are
-        0.333, so w is 0.25, and q becomes [0.45, 0.425, 0.05] / 0.925.
-        """
+        0.333, so w is 0.25, and q becomes [0.45, 0.425, 0.05] / 0.925."""
         places, keys = self._places(contexts)
         order, ids, r = self._known(places, self.keys[places] == keys)
         odds = self.odds[_bucket(order, r.amax(-1))][:, None]
@@ -173,8 +171,7 @@ class MixedProcessing(Processing):
 def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
     """Last `ORDERS` tokens of the sequence `[1, length]` followed by each of n paths: `[n, ORDERS]` on the host.
 
-    Example: the sequence 4 5 and the paths [], [6] and [6, 7, 8] give [`NO_TOKEN`, 4, 5], [4, 5, 6] and [6, 7, 8].
-    """
+    Example: the sequence 4 5 and the paths [], [6] and [6, 7, 8] give [`NO_TOKEN`, 4, 5], [4, 5, 6] and [6, 7, 8]."""
     text = [NO_TOKEN] * ORDERS + input_ids[0, -ORDERS:].tolist()
     return torch.tensor([[*text, *path][-ORDERS:] for path in paths], device="cpu")
 
@@ -192,8 +189,7 @@ def _bucket(order: Tensor, largest: Tensor) -> Tensor:
 def _disjoint_groups(places: Sequence[Sequence[int]]) -> list[list[int]]:
     """Split rows of places into groups in which no place occurs twice. Rows with a common place keep their order.
 
-    Example: the rows [5, 8], [6, 9], [5, 9] and [7, 8] are split into the groups [0, 1] and [2, 3].
-    """
+    Example: the rows [5, 8], [6, 9], [5, 9] and [7, 8] are split into the groups [0, 1] and [2, 3]."""
     groups: list[list[int]] = []
     seen: dict[int, int] = {}
     for row, own in enumerate(places):

@@ -122,8 +122,7 @@ def reads_prefix_only(processor: Any) -> bool:
 
     True for the `KNOWN` ones, and for others with an attribute `reads_prefix_only = True`, also of a
     `prefix_allowed_tokens_fn`. All others may count their calls, follow a grammar token by token, as those of xgrammar
-    and outlines do, or note which rows have ended, as lm-eval's criterion does.
-    """
+    and outlines do, or note which rows have ended, as lm-eval's criterion does."""
     if class_of(processor) in KNOWN or getattr(processor, "reads_prefix_only", False):
         return True
     is_constraint = class_of(processor) is PrefixConstrainedLogitsProcessor
@@ -157,8 +156,7 @@ class OfRow(LogitsProcessor):
     """A `KNOWN` processor of a batch, called for the sequence of one row.
 
     Some have a number for each row, such as where the padding of `repetition_penalty` ends. So the sequence is repeated
-    in every row, and only this row of the result is used.
-    """
+    in every row, and only this row of the result is used."""
 
     reads_prefix_only = True
 

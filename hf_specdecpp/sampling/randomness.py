@@ -120,8 +120,7 @@ class TorchRandomness:
 class AsPlain(TorchRandomness):
     """Draws each token as plain `generate()` does, and nothing else: equal seeds give equal tokens.
 
-    For rounds without drawn candidates, in which the result of every test is certain.
-    """
+    For rounds without drawn candidates, in which the result of every test is certain."""
 
     def categorical(self, probs: Tensor) -> Tensor:
         return probs[None].multinomial(1)[0, 0]
@@ -152,8 +151,7 @@ class Ranked:
     """`Siblings` by descending `keys` `[n, vocab]`, none with key 0 or nan. Overwrites `keys`, which may be `q`.
 
     With keys = q these are the likeliest. With keys = q / E, E exponential numbers, they are drawn without replacement:
-    token i fires at time E_i / q_i, so it is the next to fire in proportion to q_i. Fetches several at once.
-    """
+    token i fires at time E_i / q_i, so it is the next to fire in proportion to q_i. Fetches several at once."""
 
     def __init__(self, q: Tensor, keys: Tensor, ahead: int = 8) -> None:
         self.q, self.keys = q, keys
@@ -185,8 +183,7 @@ class Ranked:
 class Likeliest:
     """`Siblings` by descending probability: the next is in the block of tokens with the largest maximum.
 
-    On a CPU this is many times faster than sorting. Overwrites `q` `[n, vocab]`, as `Inverted` does.
-    """
+    On a CPU this is many times faster than sorting. Overwrites `q` `[n, vocab]`, as `Inverted` does."""
 
     def __init__(self, q: Tensor) -> None:
         self.maxima = _by_block(q, torch.amax).numpy()
@@ -209,8 +206,7 @@ class Inverted:
     """`Siblings` drawn by inverting cumulative sums of q, first those of blocks of tokens, then those within the block.
 
     On a CPU this is many times faster than a random number for every token. A drawn token's probability is set to zero
-    in `q`, which is overwritten, and its block is summed again, so that no error accumulates.
-    """
+    in `q`, which is overwritten, and its block is summed again, so that no error accumulates."""
 
     def __init__(self, q: Tensor) -> None:
         self.sums = _by_block(q, torch.sum).double().numpy()

@@ -3,8 +3,7 @@
 The folder `rollouts` in a run's `work_dir` has a folder of parquet shards for `train`, for `heldout` and for each test
 set, and `rollouts.json` with the settings and whether all shards are complete. A row of a shard is one answer:
 `prompt_id`, `source`, `sample`, `temperature`, `input_ids` (prompt and answer), `prompt_length` and `finished` (whether
-an end-of-sequence token ended the answer).
-"""
+an end-of-sequence token ended the answer)."""
 
 from __future__ import annotations
 

@@ -118,8 +118,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def padded(texts: Sequence[list[int]], pad: int = 0) -> dict[str, Tensor]:
     """Pad sequences on the left: `input_ids` and `attention_mask`, both `[batch, longest]`.
 
-    Example: [[5, 6, 7], [8]] becomes ids [[5, 6, 7], [0, 0, 8]] and mask [[1, 1, 1], [0, 0, 1]].
-    """
+    Example: [[5, 6, 7], [8]] becomes ids [[5, 6, 7], [0, 0, 8]] and mask [[1, 1, 1], [0, 0, 1]]."""
     longest = max(map(len, texts))
     ids = [[pad] * (longest - len(text)) + text for text in texts]
     mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]

@@ -40,8 +40,7 @@ def read_prompts(source: str) -> list[Prompt]:
 
     The first of these columns in a row is used: `prompt` (text or messages), `instruction` (with an optional `input`),
     `messages` (without answers at the end), `question`, or the first of several `turns`; `id` is optional. `ValueError`
-    if there are no prompts, or for a malformed row; `OSError` or `ValueError` if the file or data set is missing.
-    """
+    if there are no prompts, or for a malformed row; `OSError` or `ValueError` if the file or data set is missing."""
     path = Path(source)
     if path.is_file():
         prompts = _read_file(path)

@@ -72,8 +72,7 @@ def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: t
 def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw an index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`; `generator` as in `uniform`.
 
-    By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer.
-    """
+    By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer."""
     if widest(probs.device) != torch.float64:  # float32 sums may fall, so that probability 0 could be drawn
         return draw_rows(probs.cpu(), generator).to(probs.device)
     sums = probs.cumsum(-1, dtype=torch.float64)

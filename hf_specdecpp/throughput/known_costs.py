@@ -149,8 +149,7 @@ class Rounds:
     def assumed(self) -> Costs:
         """Assumed costs before the first timed round, in passes of the target over one token.
 
-        Measuring before the first sequence would take as long as many rounds, and be wrong on a busy machine.
-        """
+        Measuring before the first sequence would take as long as many rounds, and be wrong on a busy machine."""
         verify = tuple(self._assumed_pass(1 + further) for further in range(self.most + 1))
         if not self.drafter.places:
             return Costs(0.0, verify)
@@ -166,8 +165,7 @@ class Rounds:
 
         Example: matrix multiplications of large layers take 100 ns for 1 row and 125 ns for 4. A pass over 4 tokens of
         one row is assumed to cost 1 + LAYERS * 0.25 + 3 * BESIDE = 1 + 0.8 * 0.25 + 3 * 0.015 = 1.245 passes over one
-        token. Without measured times each further token costs `WIDER_ON_CPU`, elsewhere `WIDER`.
-        """
+        token. Without measured times each further token costs `WIDER_ON_CPU`, elsewhere `WIDER`."""
         further = self.rows * (tokens - 1)
         if self.times is None:
             return 1.0 + (WIDER_ON_CPU if self.target.device.type == "cpu" else WIDER) * further
@@ -251,8 +249,7 @@ def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
     drafting. `None` if the clock cannot resolve the times.
 
     Example: passes over 1 and 3 tokens are assumed to cost 1 and 1.1. The median of rounds over 3 tokens is 22 ms, so a
-    pass over 1 token is expected to take 20 ms.
-    """
+    pass over 1 token is expected to take 20 ms."""
     verify = assumed.verify_seconds(max(max(widths) for widths in times.passes.values()) - 1)
     timed = [(width, each) for widths in times.passes.values() for width, of in widths.items() for each in of]
     unit = typical([seconds / verify[width - 1] for width, seconds in timed])
@@ -296,8 +293,7 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[DraftWork, float]])
     """Costs with drafting corrected: first by a common factor, then divided between `start` and `draft` (a step).
 
     Example: start and step cost 1 and 2 ms. Drafts of 1 and 3 steps took 4 and 8 ms, each very often. The line through
-    these has 2 ms per step, and 2.2 ms are left for the start.
-    """
+    these has 2 ms per step, and 2.2 ms are left for the start."""
     known = [(seconds, expected) for each, seconds in drafts if (expected := each.seconds(costs)) > 0.0]
     usual_ratio = typical([seconds / expected for seconds, expected in known]) if known else None
     if usual_ratio is None:
@@ -321,8 +317,7 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[DraftWork, float]])
 def _corrected_reading(costs: Costs, drafts: Sequence[tuple[DraftWork, float]]) -> Costs:
     """Costs with `read` as in these drafts, which began by reading many tokens; changed by at most a factor of 2.
 
-    Example: a step costs 4 ms. Reading 200 tokens and drafting for two steps took 28 ms, so a token costs 0.1 ms.
-    """
+    Example: a step costs 4 ms. Reading 200 tokens and drafting for two steps took 28 ms, so a token costs 0.1 ms."""
     taken = [(seconds - replace(work, read=0).seconds(costs)) / work.read for work, seconds in drafts]
     if not taken or costs.read == 0.0:
         return costs

@@ -39,8 +39,7 @@ class PassTimes:
 
     Example: passes over 4 tokens took 120 ms, of which large layers take 80 ms with copies of their weights. For one
     token the layers take 70 ms with copies and 95 ms with PyTorch's own multiplications. So a pass over one token takes
-    110 ms, and 135 ms in plain `generate()`.
-    """
+    110 ms, and 135 ms in plain `generate()`."""
 
     def __init__(self) -> None:
         self._latest: deque[Pass] = deque(maxlen=KEPT)

@@ -85,8 +85,7 @@ class RuleShapes:
     """Chooses for a stopping rule the shortest chain longer than the average round; with one shape, always this one. If
     at least half of the sequences should look up candidates (`LookingUp.count_alone`), all do.
 
-    Example: if the rule stops after 2.3 candidates on average, chains of 3; after some rounds without a stop, of 5.
-    """
+    Example: if the rule stops after 2.3 candidates on average, chains of 3; after some rounds without a stop, of 5."""
 
     def __init__(self, shapes: Sequence[RoundShape]) -> None:
         self.shapes, self.given = _by_origin(shapes)

@@ -2,8 +2,7 @@
 
 The weight of rejections in the loss shifts the fitted log-odds by about -log w_rej, which the bias corrects. Stopping
 rules multiply estimates, so that errors multiply, too: each position in a chain has a temperature. Greedy and sampled
-generation are calibrated separately, on half of the held-out prompts; the other half measures the result.
-"""
+generation are calibrated separately, on half of the held-out prompts; the other half measures the result."""
 
 from __future__ import annotations
 

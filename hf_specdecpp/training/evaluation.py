@@ -161,8 +161,7 @@ def outcome(lengths: Tensor, true: Tensor, setting: float, seconds: Any) -> Outc
     """Expected results if the first `lengths` `[chains]` candidates of the chains are drafted, each chain in a round.
 
     A candidate is accepted with probability `true` `[chains, longest]` (`survivals`), and a round generates its
-    accepted candidates and one more token. `seconds` `[longest + 1]`: cost of a round by number of candidates.
-    """
+    accepted candidates and one more token. `seconds` `[longest + 1]`: cost of a round by number of candidates."""
     accepted = float(true.nan_to_num().cumsum(1).gather(1, lengths[:, None] - 1).sum())
     drafted, rounds = int(lengths.sum()), len(lengths)
     generated, spent = accepted + rounds, float(seconds[lengths.numpy()].sum())

@@ -3,8 +3,7 @@
 `inputs="after"` is the paper's method (section 3.2): the draft proposes a token Y_i at each position of the answer X,
 then reads a mixture Z of X and Y; its hidden states at the positions with Z = Y are the examples. `inputs="before"`
 uses the hidden state that produced q, and any number of siblings drawn from q. `inputs="path"` uses that state alone,
-with the share of q that the target accepts, Σ min(p, q), as the label.
-"""
+with the share of q that the target accepts, Σ min(p, q), as the label."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Features (`features.py`) are all at the first position of a round. Calibration and evaluation also need later positions,
 and candidates after one that would be rejected. Each candidate is labelled with its probability of acceptance, not with
-a random outcome, which reduces noise.
-"""
+a random outcome, which reduces noise."""
 
 from __future__ import annotations
 
@@ -254,8 +253,7 @@ class BranchingText:
     """A sequence in a model's cache, and passes over nodes that branch off it. The attribute `states` has the model's
     last hidden states along the sequence, `[length, hidden_size]`.
 
-    A conditioned draft takes the target's `states`, `[1, length or more, width]`, and cannot read the first token.
-    """
+    A conditioned draft takes the target's `states`, `[1, length or more, width]`, and cannot read the first token."""
 
     def __init__(self, reader: DraftModel, ids: list[int], states: Tensor | None = None) -> None:
         self.reader, self.length, self.first = reader, len(ids), int(states is not None)

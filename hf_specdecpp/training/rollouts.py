@@ -1,8 +1,7 @@
 """Stage `rollouts`: the target's answers to the prompts, as parquet shards.
 
 A shard depends only on the settings and its number, and is written completely or not at all, so that a stopped run
-continues with the missing shards. Several processes (`accelerate launch`) share the shards.
-"""
+continues with the missing shards. Several processes (`accelerate launch`) share the shards."""
 
 from __future__ import annotations
 

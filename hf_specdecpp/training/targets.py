@@ -38,8 +38,7 @@ SHRINK_AT = 0.85  # if fewer rows than this share are unfinished, finished rows 
 class LocalTarget:
     """Generates answers in batches with temperature and top-k only, the same for the same prompts, seed and batch size.
 
-    It is two to three times as fast as `generate()`: finished rows leave the batch, and no vocabulary is sorted.
-    """
+    It is two to three times as fast as `generate()`: finished rows leave the batch, and no vocabulary is sorted."""
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec

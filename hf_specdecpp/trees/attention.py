@@ -35,8 +35,7 @@ def check_tree(target: CausalLM, role: str = "target") -> None:
     """Raise `ValueError` unless one pass of `target` over a token tree gives the same logits as passes over its paths.
 
     `refuse_tree` first checks the model (`role` in messages). Then `tree_error` compares logits, unless it has done so
-    before. Targets with foreign code, such as hooks, are tested during generation instead (`caches.trial`).
-    """
+    before. Targets with foreign code, such as hooks, are tested during generation instead (`caches.trial`)."""
     refuse_tree(target, role)
     if has_read_tree(target) or (role == "target" and any(True for _ in foreign_code(target))):
         return

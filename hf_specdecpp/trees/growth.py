@@ -9,8 +9,7 @@ slots: y's first child, v * a(y), and y's next sibling, v * (1 - a(y)). With a(y
 
 The output is exact: whether to draw at a slot depends on its value, which is known before the draw, and drawn nodes
 stay. For a greedy target nothing is drawn: the next sibling is the next likeliest token, known in advance. So its slots
-are ranked by v * a(y), the probability that y adds a token, instead of the paper's v.
-"""
+are ranked by v * a(y), the probability that y adds a token, instead of the paper's v."""
 
 from __future__ import annotations
 
@@ -255,8 +254,7 @@ class SlotValuation:
 class SoftmaxBuffer:
     """Memory for the q of up to `num_rows` nodes of a tree, reused by the next tree; further nodes get their own.
 
-    On a CPU a softmax that allocates memory takes four times as long.
-    """
+    On a CPU a softmax that allocates memory takes four times as long."""
 
     def __init__(self, num_rows: int = 0) -> None:
         self.num_rows, self.used = num_rows, 0  # rows of the current tree

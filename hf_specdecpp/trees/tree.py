@@ -199,8 +199,7 @@ def relations(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
     sees, itself included. `parents`: index of each node's parent, -1 for a root; parents come first.
 
     Example: a root with two children, the first of which has a child, has parents [-1, 0, 0, 1]. Its rows of ancestors
-    are 1000, 1100, 1010 and 1101, its depths 0, 1, 1, 2.
-    """
+    are 1000, 1100, 1010 and 1101, its depths 0, 1, 1, 2."""
     rows = np.zeros((len(parents),) * 2, dtype=bool)  # torch takes several times as long
     for place, parent in enumerate(parents):
         if parent >= 0:
@@ -213,8 +212,7 @@ class TreePass:
     """Which node each row of a forward pass over a tree reads: `order`, by default depth first, as the target does.
 
     Example: a root has the children 1 and 2, and 1 has the child 3. The rows are the nodes 0, 1, 3, 2: node 2 is in row
-    3.
-    """
+    3."""
 
     def __init__(self, tree: DraftTree, order: Sequence[int] | None = None) -> None:
         self.tree = tree

@@ -3,8 +3,7 @@
 Pure functions of randomness, p, the target's distribution, and q, the distribution that a candidate was drawn from,
 both after all logits processors. `docs/verification.md` and `docs/dyspec.md` explain the formulas. CUDA graphs use the
 same functions. A CPU computes the rows that a test needs, an accelerator all rows at once, so that a round has one
-read. Tests compare with the papers' loops in `tests/support/enumeration/readable_verification.py`.
-"""
+read. Tests compare with the papers' loops in `tests/support/enumeration/readable_verification.py`."""
 
 from __future__ import annotations
 
@@ -198,8 +197,7 @@ def block_tests(carries: Tensor, left: Tensor) -> Tensor:
 
     After the last candidate s_i = c_i, so h_i = c_i. If c_i = 1 and s_i = 0, the next candidate is always accepted, and
     h_i (0 here) does not matter. If p or q is nan, s_i = c_i as after the last candidate, so no further candidate
-    counts.
-    """
+    counts."""
     sums = left.sum(-1, dtype=carries.dtype)
     sums = torch.where(sums.isnan(), carries, sums)
     return sums / (1.0 - carries).add_(sums).clamp_min_(torch.finfo(sums.dtype).tiny)
@@ -208,8 +206,7 @@ def block_tests(carries: Tensor, left: Tensor) -> Tensor:
 def token_weights(ratios: Tensor) -> Tensor:
     """Probability that i candidates are accepted token by token, `[..., k + 1]`, from their p / q `[..., k]`.
 
-    Example: [0.5, 2] gives [0.5, 0, 0.5].
-    """
+    Example: [0.5, 2] gives [0.5, 0, 0.5]."""
     accepts, one = ratios.clamp_max(1.0), ratios.new_ones((*ratios.shape[:-1], 1))
     return torch.cat((one, accepts.cumprod(-1)), dim=-1) * torch.cat((1.0 - accepts, one), dim=-1)
 
@@ -218,8 +215,7 @@ def as_tests(weights: Tensor) -> Tensor:
     """Tests from the last to the first such that each is the first to pass with the probability in `weights` `[...,
     n]`; 0 where its weight and all earlier weights are 0.
 
-    Example: [0.375, 0.375, 0.25] gives [1, 0.5, 0.25].
-    """
+    Example: [0.375, 0.375, 0.25] gives [1, 0.5, 0.25]."""
     return (weights / weights.cumsum(-1)).nan_to_num_(0.0)
 
 
@@ -232,8 +228,7 @@ def carried(ratios: Tensor) -> Tensor:
     """c_0 = 1, c_i = min(1, c_{i-1} r_i), `[..., k + 1]`, from the ratios r_i `[..., k]`.
 
     Example: [2, 0.5, 0.5, 4, 1] gives [1, 1, 0.5, 0.25, 1, 1]. With S_i the product of the first i ratios, c_i is S_i
-    divided by the largest S_j with j <= i, which needs no loop.
-    """
+    divided by the largest S_j with j <= i, which needs no loop."""
     sums = functional.pad(ratios.log().cumsum(-1), (1, 0))
     return (sums - sums.cummax(-1).values).exp()
 
@@ -327,8 +322,7 @@ def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[in
 
     A looked-up candidate is accepted if it equals the token drawn from the target's distribution: first `token`, then
     the token drawn after that candidate, and so on. `draw` draws a token after a node, and is called for accepted nodes
-    only.
-    """
+    only."""
     node = path[-1] if path else 0
     while (found := tree.looked_up.get((node, token))) is not None:
         path, node = [*path, found], found

@@ -6,8 +6,7 @@ Qwen3's layers compute x + f(n(x)), with f the attention or the MLP, and a norm 
     x' = x + n(attention(n(x))),    y = s (x' + n(mlp(n(x'))))
 
 Queries are not scaled. Values are normed by head, without weights. Sizes and rotation of heads are those of Gemma 4's
-layers with full attention. The logits are capped before the bias of the Markov head is added.
-"""
+layers with full attention. The logits are capped before the bias of the Markov head is added."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ the token before (`MarkovHead`), and an estimate of acceptance that is known bef
 One pass over the block gives a state h_k and logits U_k for each candidate k. Candidates are then drawn from left to
 right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the last token of the sequence:
 
-    q_k = softmax(U_k + bias(e, h_k)),    c_k = sigmoid(w [h_k; e] + b)
-"""
+    q_k = softmax(U_k + bias(e, h_k)),    c_k = sigmoid(w [h_k; e] + b)"""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 sequence (`LayersSession`), and its steps in captured rounds (`LayerSteps`).
 
 A single layer is a `Drafter`: after the first candidate it reads its own states. With several layers, each proposes one
-candidate, and the last layer proposes further candidates by reading its own states.
-"""
+candidate, and the last layer proposes further candidates by reading its own states."""
 
 from __future__ import annotations
 

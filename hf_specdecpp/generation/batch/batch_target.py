@@ -2,8 +2,7 @@
 tokens of each row stay in the cache and are masked. `InStep` is the loop for processors that need all rows at once.
 
 A row that has ended leaves the batch, and its output is padded. Without EOS ids plain `generate()` continues ended rows
-until all rows have ended, and so does this code (`are_unfinished`).
-"""
+until all rows have ended, and so does this code (`are_unfinished`)."""
 
 from __future__ import annotations
 
@@ -192,8 +191,7 @@ class BatchTarget(TargetSide):
         """For each row of `texts`, whether further rounds generate tokens for it.
 
         Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
-        0 up to length 20, so row 0 is unfinished until then.
-        """
+        0 up to length 20, so row 0 is unfinished until then."""
         if self.pads:
             return [not text.finished for text in texts]
         return [text.length < self._last for text in texts]

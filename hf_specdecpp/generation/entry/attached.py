@@ -8,8 +8,7 @@ have to be hidden from pickle and copy. A `generate` attribute of the instance w
 A method is replaced on the class that defines it: on transformers' `GenerationMixin` while assistants exist, because a
 call may name an assistant that is not attached yet; on a model class with its own methods while one of its models has
 an assistant. For models without an assistant the replacements call the originals. A replacement keeps its original, so
-running calls are unaffected by attaching and detaching.
-"""
+running calls are unaffected by attaching and detaching."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Large layers use copies of their weights (`models.cpu.products`) for numbers of rows for which copies are faster
 (`ProductTimes`); small layers use PyTorch's own kernel. Attention over several tokens reads cached keys and values
-directly, whereas transformers copies them for each query head (`grouped_attention`), with the same bits.
-"""
+directly, whereas transformers copies them for each query head (`grouped_attention`), with the same bits."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ for many rows, so a forward pass over eight tokens takes little longer than a pa
 `Float16Weight` stores each element exactly (or with an error of at most 2^-24 of its row's largest element) and sums in
 float32, so its results differ from PyTorch's in the order of summation only. A row of a result has the same bits for
 any number of other rows. `OneDnnWeight` is for float32 weights that float16 cannot represent. `Int8Weight` is inexact
-and only for drafts: the output stays exact, because q is the distribution of the drawn candidates.
-"""
+and only for drafts: the output stays exact, because q is the distribution of the drawn candidates."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Copies of weights for faster matrix multiplications (`WeightCopies`), and the thread that makes them (`Background`).
 
 A copy takes 10 to 60 nanoseconds per element, which is seconds to a minute for a model. So a thread of low priority
-makes the copies, and each layer uses its copy as soon as it exists.
-"""
+makes the copies, and each layer uses its copy as soon as it exists."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The loss is KL(p || q), the total variation, or both, at the tokens of the answers. p is computed on the fly at
 temperature 1 and without top-k, so that one draft serves all settings of a generation. With `accelerate launch` each
-process holds the whole target.
-"""
+process holds the whole target."""
 
 from __future__ import annotations
 

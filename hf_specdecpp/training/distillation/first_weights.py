@@ -1,8 +1,7 @@
 """Initial weights of drafts that read the target's hidden states: of a fusion (`fit_fusion`), and of an EAGLE-3 layer
 (`untrained_layer`, `fit_layer`), which initially computes about the same as the target's last layer.
 
-Both are fitted by least squares: linear maps predict the target's hidden states from the inputs of the draft.
-"""
+Both are fitted by least squares: linear maps predict the target's hidden states from the inputs of the draft."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def fit_fusion(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Ten
     computes for `layer`, the first layer of the draft. Nothing is fitted for layer 0, which reads embeddings.
 
     The inputs are the target's final state at the token before, and the token's embedding. R stays zero, so that
-    further layers in `reads` have no effect before training.
-    """
+    further layers in `reads` have no effect before training."""
     if layer == 0:
         return
     below = Fusion(fusion.hidden_size, fusion.embedding_size, [layer - 1])  # only names the states to record
@@ -172,8 +170,7 @@ def fit_layer(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> 
        size at all tokens. The draft's output y imitates this state, too, so that all steps of a round have a similar g.
     2. The input of the target's MLP minus g is predicted linearly from x. Heads that attend only to their own position
        compute o v x (o, v: output and value projection), a linear map of limited rank, which is set to this prediction.
-    3. The MLP is copied from the target.
-    """
+    3. The MLP is copied from the target."""
     texts, layer = list(texts), model.decoder.layers[0]
     last = LastLayer(target, layer)
     if model.reader.fc is not None:
@@ -262,8 +259,7 @@ class LastLayer:
     """The last layer of a target: records the inputs of its MLP's norm, and copies MLP and norm to the draft's layer.
 
     If the MLP has another form, or a norm after it (Gemma), no weights are copied, and the layer's output is recorded
-    instead.
-    """
+    instead."""
 
     def __init__(self, target: CausalLM, ours: Any) -> None:
         self.layer, self.ours = layer_stack(inner_decoder(target), target)[1][-1], ours

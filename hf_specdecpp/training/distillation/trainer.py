@@ -93,8 +93,7 @@ class DistilledDraft(nn.Module):
 
         q is zero outside S, so that KL(p || q) would be infinite. A candidate is accepted with probability sum_S min(p,
         q) >= p(S) * sum_S min(p_S, q). Training does not change p(S); the second factor is 1 - TV(p_S, q), which
-        KL(p_S || q) bounds (Pinsker).
-        """
+        KL(p_S || q) bounds (Pinsker)."""
         q_logits = self.drafter.head_logits(hidden)
         both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the common token ids
         q_logits = q_logits[..., :both]

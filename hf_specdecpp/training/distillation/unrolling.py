@@ -2,8 +2,7 @@
 
 Such a draft reads states of the target in its first step and its own states in later steps, so training unrolls it
 (EAGLE-3, arXiv 2503.01840, "training-time test"): step s reads every token of the sequence as the s-th token of a round
-whose candidates are the sequence's own tokens.
-"""
+whose candidates are the sequence's own tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) ->
 
     Example: the sequence is a b c d. Row d of step 1 reads d with the target's state at c, after b and c, read in the
     same way. Row d of step 2 reads d with the draft's state at c in step 1, after b and c as in step 1. Row d of step 3
-    sees b as in step 1 and c as in step 2. Rows whose round would begin before the sequence are meaningless.
-    """
+    sees b as in step 1 and c as in step 2. Rows whose round would begin before the sequence are meaningless."""
     later, length = input_ids[:, 1:], input_ids.shape[1] - 1  # the first token has no state before it
     cache = DynamicCache()  # rows of all steps, one step after another; masks apply windows
     positions = torch.arange(length, device=input_ids.device)[None]
@@ -55,8 +53,7 @@ def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
     """States `[batch, n, hidden_size]` of a block draft, which give q after each token if all blocks are accepted.
 
     Example: 3 places, sequence a b c d e f. The rows of b, c and d are those of candidates 1, 2 and 3 in the block
-    after b, the rows of e and f those of candidates 1 and 2 in the block after e. The row of a is zero.
-    """
+    after b, the rows of e and f those of candidates 1 and 2 in the block after e. The row of a is zero."""
     (batch, length), places = input_ids.shape, int(draft.places)
     anchors = torch.arange(1, length, places, device=input_ids.device)
     blocks = draft.blocks_after(input_ids, states, anchors.expand(batch, -1))
@@ -73,8 +70,7 @@ def reached(draft: Any, kept: Tensor, first: int) -> Tensor:
     `kept` `[n]`: that of each token alone; `first`: index in the sequence of the token before the n tokens.
 
     Example: 3 places, the tokens c d e f of the sequence a b c d e f are kept with 0.5, 0.4, 0.9 and 0.8. They are
-    reached with 1, 0.5, 0.2 and 1 (`first` = 1), as the first block has the candidates c d e; without blocks with 1.
-    """
+    reached with 1, 0.5, 0.2 and 1 (`first` = 1), as the first block has the candidates c d e; without blocks with 1."""
     places = 1 if draft.blocks_after is None else int(draft.places)  # else each token is the first of a round
     begin, end = (first - 1) % places, -(first - 1 + len(kept)) % places
     blocks = functional.pad(kept, (begin, end), value=1.0).view(-1, places)
