@@ -149,7 +149,8 @@ class Plan:
         waiting has missed in all sequences counts as a saving, too: without reading its cost would never be corrected.
 
         Example: the draft takes 8 s to read a prompt, a plain pass takes 0.45 s, and drafting generates 3 tokens per
-        second, which saves 0.117 s per token. That is 7.5 s in 64 tokens, so the draft waits for 69 plain passes."""
+        second, which saves 0.117 s per token. That is 7.5 s in 64 tokens, so the draft waits. It reads after 35 plain
+        passes, which have missed 4.1 s, because another 35 tokens are expected then."""
         further = min(max(self._usual_tokens - self.num_tokens, self.num_tokens), left)
         per_token, reading = 1.0 - 1.0 / (self.rate * self.plain), self.costs.read * (unread - 1) / self.plain
         saving = further * per_token

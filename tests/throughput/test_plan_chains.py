@@ -129,7 +129,8 @@ def test_trials_of_a_first_text_are_charged_their_true_cost_at_its_end(monkeypat
 
 
 def test_a_draft_reads_what_takes_less_time_than_it_saves() -> None:
-    """The example of `weigh_reading`: 8 s for 1000 tokens of a prompt, and 0.117 s saved per token."""
+    """The example of `weigh_reading`: 8 s for 1000 tokens of a prompt, and 0.117 s saved per token. At first without
+    what waiting has missed."""
     plan = chain_plan(Costs(0.01, (0.45,), read=0.008), 20)
 
     def waits(generated: int, left: float = math.inf, unread: int = 1001) -> bool:
@@ -144,6 +145,16 @@ def test_a_draft_reads_what_takes_less_time_than_it_saves() -> None:
     waits(200)
     plan.begin_text()
     assert not waits(0), "earlier answers were long"
+    plan._usual_tokens, passes = 64.0, 0
+    while waits(passes):
+        missed, passes = plan._missed, passes + 1
+        assert missed == pytest.approx(0.117 / 0.45, rel=0.01)
+    plan.num_tokens, plan._missed = 0, 0.0
+    plan.weigh_reading(1001, math.inf)
+    while plan.waits:
+        plan.num_tokens += 1
+        plan.weigh_reading(1001, math.inf)
+    assert (passes, plan.num_tokens) == (69, 35)
     plan.rate = 1.0 / 0.45
     plan.weigh_reading(1001, math.inf)
     assert not plan.waits, "a draft that does not pay reads for trials"

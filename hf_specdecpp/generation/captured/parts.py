@@ -195,9 +195,11 @@ class RoundGraphs(GraphTarget):
             self.usual.save_row(texts[place], partial(self.passes.context.cache.keys_values_of, row, length))
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
-        reads = self.usual.generator.setup.drafter.reads is not None  # states that graphs have not returned
+        reads_states = self.usual.generator.setup.drafter.reads is not None
+        # The draft's caches are freed, or the target's states of tokens since the prompt are not known.
+        is_lost = failure.is_memory or (reads_states and self.graph_drafts.made > 0)
         for text in texts:
-            if failure.is_memory or (reads and self.graph_drafts.made):  # the draft's caches are freed
+            if is_lost:
                 text.generator.stop_drafting()
             else:
                 text.generator.restart_draft()
