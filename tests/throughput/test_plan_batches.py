@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.enumeration.plans import chain_plan, tell
+from support.targets.models import assistant_for, prompt, tiny
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.chain import should_continue
@@ -105,6 +106,18 @@ def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
         plan.begin_batch(unread)
         assert [row.should_draft(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
         assert plan.unread == unread
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_prompt_is_not_read_for_an_answer_of_four_tokens(rows: int) -> None:
+    target, drafted = tiny("llama"), list[int]()
+    costs: dict[str, Any] = {"draft": 0.2, "verify": [1.0, 1.02, 1.04, 1.06], "read": 0.5}
+    for length in (4, 100):
+        assistant = assistant_for(target, mix=1.0, rule="throughput", costs=costs)
+        ids = prompt(12).repeat(rows, 1)
+        target.generate(ids, assistant_model=assistant, max_new_tokens=length, do_sample=False, pad_token_id=0)
+        drafted.append(assistant.stats.draft_passes)
+    assert drafted[0] == 0 < drafted[1]
 
 
 def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
