@@ -250,7 +250,7 @@ def span(count: int, device: torch.device) -> Tensor:
 
 
 class Nodes:
-    """The nodes of a chain or tree in a captured pass: those that it reads, the queries, and those that queries see.
+    """The nodes of a chain or tree in a captured pass: nodes that the pass reads (queries), and nodes that queries see.
 
     Args:
         seen: bool `[n_query, n]`, or `[sequences, n_query, n]` if trees differ: which of n nodes each query sees. The

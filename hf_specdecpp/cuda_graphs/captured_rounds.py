@@ -119,7 +119,7 @@ class CapturedRounds:
     def launch(self, shape: RoundShape, length: int, process: Process | None) -> None:
         """Launch a round, from draft to commit. `length`: tokens of the longest sequence; `process`: runs the target's
         processors on the host, if these cannot be captured; not stored, because it refers to the target."""
-        self.passes.context.num_tokens = length - self._ahead  # anew in each round: rows of a batch end
+        self.passes.context.num_tokens = length - self._ahead  # set in each round, because rows of a batch end
         self._grow_caches(shape)
         self._run_graphs(shape, process)
 

@@ -83,7 +83,8 @@ class CapturedTarget:
         widths = sorted(width for width in widths if (several, width) not in self.checked)
         if not widths:
             return None
-        most = int(max(min(widths[-1] - 1, self.longest - max(ids.shape[1] for ids in texts)), 0)) + 1
+        left = self.longest - max(ids.shape[1] for ids in texts)
+        most = int(max(min(widths[-1] - 1, left), 0)) + 1
         tokens = torch.cat([some_tokens(ids, widths[-1]) for ids in texts])
         expected, cache = own(tokens[:, :most]), self.context.with_capacity(self.context.num_tokens + widths[-1])
         if expected.shape[1] < most:

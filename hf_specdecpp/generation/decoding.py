@@ -83,7 +83,7 @@ class Drafts:
         """Called after each commit: gives the generator the accepted path and, if rounds are timed, the pass width."""
         (each,) = rounds
         generator = each.text.generator
-        if generator.times is not None:  # before the plan may compute its decisions anew, which takes long
+        if generator.times is not None:  # before the plan may compute new decisions, which takes long
             generator.times.end(each.text.before, each.width)
         generator.record_outcome(each.tree, each.result.path, each.text.before)
 

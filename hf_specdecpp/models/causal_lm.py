@@ -125,8 +125,9 @@ def has_compiled_forward(module: nn.Module) -> bool:
 def has_compiled_call(module: nn.Module) -> bool:
     """Whether a call of the module runs code compiled by `torch.compile(module)`, by `module.compile()`, or by
     `module.forward = torch.compile(module.forward)`."""
-    has_wrapper, in_place = "_orig_mod" in module._modules, module._compiled_call_impl is not None
-    return has_wrapper or in_place or has_compiled_forward(module)
+    wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
+    in_place = module._compiled_call_impl is not None  # `module.compile()`
+    return wrapped or in_place or has_compiled_forward(module)
 
 
 def takes_positions(model: CausalLM) -> bool:

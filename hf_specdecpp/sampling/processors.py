@@ -230,7 +230,7 @@ class Processing:
         return Processing([Warpers(each) if isinstance(each, list) else each for each in found])
 
     def for_draft(self) -> Processing:
-        """Return those that may be called for candidates: with `reads_prefix_only`, or `KNOWN` ones in `InOrder`."""
+        """Return the processors that drafts may call: with `reads_prefix_only`, or of `KNOWN` classes in `InOrder`."""
         inner = [each.processor if isinstance(each, InOrder) else each for each in self.processors]
         pairs = zip(self.processors, inner, strict=True)
         return Processing([own for each, own in pairs if class_of(own) in KNOWN or reads_prefix_only(each)])
@@ -249,8 +249,8 @@ class Processing:
         return all(int(ignored) < length for ignored in map(_ignored, self.processors) if ignored is not None)
 
     def shown(self, text: Tensor) -> Tensor:
-        """Return the sequence `[1, length]` with its last token in place of those that a penalty ignores, so that the
-        penalty need not ignore any: `[[0, 0, 5, 6]]` with two ignored tokens becomes `[[6, 6, 5, 6]]`."""
+        """Return the sequence `[1, length]`, in which its last token replaces tokens that a penalty ignores, so that
+        the penalty need not ignore any: `[[0, 0, 5, 6]]` with two ignored tokens becomes `[[6, 6, 5, 6]]`."""
         places = torch.arange(text.shape[1], device=text.device)
         for ignored in map(_ignored, self.processors):
             if ignored is not None:

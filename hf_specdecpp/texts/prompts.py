@@ -145,8 +145,8 @@ def _read_dataset(source: str) -> list[Prompt]:
     from datasets import load_dataset
 
     name, _, split = source.partition(":")
-    data = load_dataset(name, split=split or "train")
-    filled = [{name: value for name, value in row.items() if value not in (None, "", [])} for row in data]
+    dataset = load_dataset(name, split=split or "train")
+    filled = [{name: value for name, value in row.items() if value not in (None, "", [])} for row in dataset]
     rows = [(number, row) for number, row in enumerate(filled) if not row.keys().isdisjoint(COLUMNS)]
     if missing := len(filled) - len(rows):
         logger.warning(f"{missing} of {len(filled)} rows of {source} have none of {', '.join(COLUMNS)}; left out.")
@@ -162,7 +162,8 @@ def _prompt(row: Mapping[str, Any], where: str, default_id: str, source: str) ->
     value = row[column]
     if column == "instruction" and row.get("input"):
         value = f"{value}\nInput: {row['input']}"
-    value = value[0] if column == "turns" and isinstance(value, list) and value else value  # the next needs an answer
+    if column == "turns" and isinstance(value, list) and value:  # each later turn needs the answers to earlier ones
+        value = value[0]
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     return Prompt(str(row.get("id", default_id)), source, _messages(value, where, column))

@@ -24,7 +24,7 @@ from hf_specdecpp.trees.tree import DraftTree
 PROBE_SHARE = 0.005  # of the time of rounds without candidates, for probes
 MOST_CREDIT = 5.0  # plain passes, the largest credit for probes
 READ_CREDIT = 1.5  # plain passes: credit, above the price of a probe, with which a draft reads a sequence
-SECOND_CREDIT = 2.0  # plain passes, the largest credit after the first sequence
+SECOND_CREDIT = 2.0  # plain passes: the credit to which a refund may raise it after the first sequence
 TRIED, TRIALS = 2, 2  # lengths of chains that a sequence tries at most, and rounds of each
 CLEAR_GAIN = 1.3  # over plain decoding; above it the cost of a pass over one token matters little
 TRIED_AGAIN = 16  # sequences during which a confirmed cost is not tried
@@ -48,7 +48,7 @@ class Plan:
     Attributes:
         costs: costs at the current sequence length; `verify`: `[most + 1]` seconds of passes over 0, 1, ... candidates.
         seconds: `[most + 1]`, of rounds with chains of 0, 1, ... candidates.
-        credit: time that probes may lose now, in plain passes; rounds without candidates add `PROBE_SHARE` to it.
+        credit: time that probes may lose now, in plain passes; negative after a probe that lost more.
         ledger: tokens and time of rounds with candidates.
         rounds: number of rounds with candidates.
         rate: tokens per second of rounds with candidates.
@@ -118,7 +118,7 @@ class Plan:
         self._confirmed |= dict.fromkeys(self.known.update(times), self._texts)
         if was_assumed and not self.known.is_assumed:  # costs were in passes and are in seconds now
             self._use_costs(self.known.at(0))
-            tokens, seconds = self.ledger.totals  # probes were charged more than they have cost
+            tokens, seconds = self.ledger.totals  # probes were charged by assumed costs
             true = MOST_CREDIT + tokens / self.least_gain - seconds / self.plain
             self.credit = max(self.credit, min(true, SECOND_CREDIT))
 
@@ -175,6 +175,10 @@ class Plan:
     def _round_seconds(self, candidates: int, drafting: DraftWork) -> float:
         return drafting.seconds(self.costs) + float(self.verify[candidates]) + self.costs.overhead
 
+    def record_empty_round(self) -> None:
+        """Called after a round without drafted candidates: adds `PROBE_SHARE` to the credit, without an upper bound."""
+        self.credit += PROBE_SHARE
+
     def _settle(self, tokens: int, candidates: int, steps: int, branches: int) -> None:
         """Count a round with candidates, which emitted `tokens`, in credit and rate. The rest: as in `DraftWork`."""
         seconds = self._round_seconds(candidates, DraftWork(steps, self.unread, branches))
@@ -215,7 +219,7 @@ class ChainPlan(Plan):
 
     def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
-            self.credit += PROBE_SHARE
+            self.record_empty_round()
             return
         steps = -(-num_drafted // self.costs.block)
         self._settle(num_accepted + 1, num_drafted, steps, num_drafted - steps)

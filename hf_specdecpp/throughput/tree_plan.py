@@ -13,7 +13,7 @@ from hf_specdecpp.config.costs import Floats
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.plan import PROBE_SHARE, Plan, seconds_ahead
+from hf_specdecpp.throughput.plan import Plan, seconds_ahead
 from hf_specdecpp.trees.growth import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -132,7 +132,7 @@ class TreePlan(Plan, SlotValuation):
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         if tree.levels == 0:
-            self.credit += PROBE_SHARE
+            self.record_empty_round()
             return
         self._settle(len(path) + 1, len(tree), tree.passes, len(tree.scores) - tree.passes)
         self._learn_shape(tree)

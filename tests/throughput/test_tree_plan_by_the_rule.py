@@ -27,35 +27,33 @@ FLAT: dict[str, Any] = {"rule": "throughput", "costs": {"draft": 0.05, "verify":
 OPTIONS: dict[str, Any] = {"max_new_tokens": 100, "do_sample": False, "pad_token_id": 0}
 
 
+def rate_over_chains(kind: str, costs: Costs, greedy: bool, most: int, tested: range, branches: bool = True) -> float:
+    """Tokens per second of trees relative to chains in the rounds `tested`, after 100 rounds of learning."""
+    chains, plan = Simulation(kind, costs, greedy, 1.0), chain_plan(costs, most)
+    trees, rule = Simulation(kind, costs, greedy, 1.0), tree_plan(costs, most)
+    trees.branches = branches
+    for rounds in (range(300, 400), tested):
+        chains.clear()
+        trees.clear()
+        chains.run_chains(rounds, plan)
+        trees.run(rounds, rule)
+    return trees.rate / chains.rate
+
+
 @pytest.mark.daily("costs1-sharp-greedy", takes=5)
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["mixed", "sharp", "unsure"])
 @pytest.mark.parametrize("costs", [CPU, STEEP, LINE, DIP])
 def test_trees_by_the_rule_are_never_behind_chains(costs: Costs, kind: str, greedy: bool) -> None:
     """On the very rounds of the chains, once both have learned; a quarter faster at most of these costs."""
-    chains, plan = Simulation(kind, costs, greedy, 1.0), chain_plan(costs, 20)
-    trees, rule = Simulation(kind, costs, greedy, 1.0), tree_plan(costs, 20)
-    for rounds in (range(300, 400), range(1000, 1150)):
-        chains.clear()
-        trees.clear()
-        chains.run_chains(rounds, plan)
-        trees.run(rounds, rule)
-    assert trees.rate > 0.98 * chains.rate
+    assert rate_over_chains(kind, costs, greedy, 20, range(1000, 1150)) > 0.98
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_growth_crosses_a_step_of_the_costs(greedy: bool) -> None:
     """The third candidate alone is not worth its pass; with those after it, it is. No tree has siblings."""
     costs = Costs(0.2, verify({1: 1.0, 2: 1.1, 3: 1.6, 64: 1.8}), branch=0.02)
-    chains, plan = Simulation("sharp", costs, greedy, 1.0), chain_plan(costs, 12)
-    trees, rule = Simulation("sharp", costs, greedy, 1.0), tree_plan(costs, 12)
-    trees.branches = False
-    for rounds in (range(300, 400), range(1000, 1100)):
-        chains.clear()
-        trees.clear()
-        chains.run_chains(rounds, plan)
-        trees.run(rounds, rule)
-    assert trees.rate > 0.97 * chains.rate
+    assert rate_over_chains("sharp", costs, greedy, 12, range(1000, 1100), branches=False) > 0.97
 
 
 # In generations. ------------------------------------------------------------------------------------------------------

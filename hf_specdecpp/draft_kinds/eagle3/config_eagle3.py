@@ -82,7 +82,7 @@ class Eagle3Settings:
 
 
 def read_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Read arguments of `Eagle3Settings` from a `config.json`. `loading_eagle3.completed` adds those that the tensors
+    """Read arguments of `Eagle3Settings` from a `config.json`. `loading_eagle3.completed` adds arguments that tensors
     determine: `layer` lacks the number of layers, maybe their type. The mapping `eagle_config` may contain `OVERRIDES`.
     `ValueError` if a value is missing or invalid, or belongs to another kind of draft."""
     checkpoints.refuse_other_types(raw, "eagle3")
