@@ -179,7 +179,8 @@ def _read_token(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
     if signal is None:
         return int(token), rule.stops(None)
     dtype = widest(token.device)
-    drawn, judged = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
+    # Moved first, then converted: PyTorch converts on the first device, and Apple's has no float64.
+    drawn, judged = torch.stack((token.to(dtype), signal.to(token.device).to(dtype))).tolist()
     return int(drawn), rule.stops(0.0 if math.isnan(judged) else judged)  # nan would stay in the rule
 
 

@@ -81,11 +81,16 @@ def test_every_rule_and_tree(settings: dict[str, Any], options: dict[str, Any]) 
     assert stats.drafted > 0
 
 
-@pytest.mark.daily("before", "tree")
+@pytest.mark.daily("before", "path", "tree")
 @pytest.mark.parametrize(
     ("inputs", "settings"),
-    [("before", CHAINS["threshold"]), ("after", CHAINS["threshold"]), ("before", TREES["dyspec"])],
-    ids=["before", "after", "tree"],
+    [
+        ("before", CHAINS["threshold"]),
+        ("after", CHAINS["threshold"]),
+        ("path", CHAINS["threshold"]),
+        ("before", TREES["dyspec"]),
+    ],
+    ids=["before", "after", "path", "tree"],
 )
 def test_an_acceptance_head(inputs: Any, settings: dict[str, Any]) -> None:
     def make(target: Any) -> SpecDecPPAssistant:

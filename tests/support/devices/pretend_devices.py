@@ -290,6 +290,7 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     out = func(*_on_host(args), **_on_host(kwargs))
     if not _is_device(wanted):
         counts["read"] += isinstance(source, DeviceTensor)
+        _check_conversion(source, out)
         return out
     if isinstance(source, DeviceTensor) and out is source.host and source.device == torch.device(wanted):
         return source
@@ -308,8 +309,15 @@ def _copy(into: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
         now = source.host.clone()
         later(source.device, lambda: into.copy_(now))
     else:
+        _check_conversion(source, into)
         host_of(into).copy_(host_of(source))
     return into
+
+
+def _check_conversion(source: Tensor, into: Tensor) -> None:
+    """Numbers of a device that the host reads are converted before they are copied."""
+    if isinstance(source, DeviceTensor) and into.dtype not in DTYPES[source.device.type]:
+        raise TypeError(f"{into.dtype} does not exist on {source.device}, which converts what the host reads.")
 
 
 def _check_devices(name: str, tensors: list[Tensor]) -> None:
