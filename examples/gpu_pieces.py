@@ -5,7 +5,8 @@
 Milliseconds of a pass of a target of `bench_gpu.py`: with the kernels of transformers as they are; with norms in one
 kernel each, as captured passes have them; with compiled MLPs and rotary embeddings (`compile=True`); and, with norms in
 one kernel, with SiLU and product in one kernel that NVRTC makes, without a compiler. Last, the LM head alone, in the
-target's dtype and in float8, which would serve drafts.
+target's dtype; with 32,768 rows, as for a draft vocabulary (`draft_vocabulary.py` counts the candidates that it loses);
+and in float8, which would serve drafts.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 GATED = "template <typename T> T gated(T gate, T up) { float g = gate; return T(g / (1.0f + expf(-g)) * float(up)); }"
 PROMPT = 200  # tokens
 PASSES = 20
+DRAFTED = 32_768  # tokens of a draft vocabulary
 
 
 @contextmanager
@@ -83,19 +85,19 @@ def timed(run: Callable[[], object], device: str) -> float:
 
 
 def heads(target: Any, device: str) -> str:
-    """Milliseconds of the LM head for one token, in the target's dtype and in float8."""
+    """Milliseconds of the LM head for one token, in the target's dtype, with fewer rows, and in float8."""
     weight = target.get_output_embeddings().weight
-    hidden = torch.randn(
-        16, weight.shape[1], dtype=weight.dtype, device=device
-    )  # float8 products have at least 16 rows
+    # Products in float8 have at least 16 rows.
+    hidden = torch.randn(16, weight.shape[1], dtype=weight.dtype, device=device)
     usual = microseconds(lambda: hidden[:1] @ weight.T, device) / 1000
+    small = microseconds(lambda: hidden[:1] @ weight[:DRAFTED].T, device) / 1000
     one = torch.ones((), device=device)
     rows, columns = hidden.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).T
 
     def product() -> Tensor:
         return torch._scaled_mm(rows, columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
-    return f"{usual:.2f}, in float8 {microseconds(product, device) / 1000:.2f}"
+    return f"{usual:.2f}, {DRAFTED} rows {small:.2f}, in float8 {microseconds(product, device) / 1000:.2f}"
 
 
 def measured(target: Any, device: str) -> list[str]:
