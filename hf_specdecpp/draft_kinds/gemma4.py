@@ -22,8 +22,7 @@ from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import as_described, mapping
 from hf_specdecpp.draft_kinds.draft_kind import Config, PublishedKind, pinned
-from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
-from hf_specdecpp.drafting.draft_model import by_id
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft, by_id
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.target_states import FINAL, StateReader

@@ -98,6 +98,19 @@ def check_beside(target: CausalLM) -> None:
         )
 
 
+def by_id(logits: Tensor, vocab_size: int, ids: Tensor | None = None, num_ids: int = 0) -> Tensor:
+    """Return a draft's logits `[..., d]` as `[..., vocab_size]`, by token id: ids that the draft lacks get -inf. `ids`:
+    `[d]`, the token ids of the d logits, all below `num_ids`; `None`: 0, 1, ..., d - 1. Ids from `vocab_size` on are
+    cut, because the target's width may change at any time (`resize_token_embeddings`)."""
+    if ids is not None:
+        own, logits = logits, logits.new_full((*logits.shape[:-1], num_ids), float("-inf"))
+        logits[..., ids] = own
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits[..., :vocab_size] if missing else logits
+
+
 class Draft:
     """Base class: proposes candidates. The state of a generation is in the draft's sessions, not in the draft.
 

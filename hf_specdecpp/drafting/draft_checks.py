@@ -57,7 +57,7 @@ def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
 
 
 def check_logits(drafter: Any) -> None:
-    """Raise `ValueError` unless `drafter` (a `DraftModel`), which calls decoder and LM head separately, computes the
+    """Raise `ValueError` unless `drafter` (a `Drafter`), which calls decoder and LM head separately, computes the
     logits of the model's own forward pass, up to rounding. Compares the logits after one token."""
     model = drafter.model
     probe = torch.zeros((1, 1), dtype=torch.long, device=drafter.device)
@@ -76,7 +76,7 @@ def check_logits(drafter: Any) -> None:
                 f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not "
                 "know. Use another model."
             )
-        actual = drafter._head_logits(model.get_output_embeddings(), hidden)
+        actual = drafter.head_logits(hidden)
     # Inkling drops rows that pad its head, and a model on several devices returns logits on its first one.
     actual = actual[: len(expected)].to(expected.device)
     tolerance = 1e-3 if drafter.dtype in (torch.float32, torch.float64) else 5e-2

@@ -16,8 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
-from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
-from hf_specdecpp.drafting.draft_model import by_id
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft, by_id
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree

@@ -153,11 +153,11 @@ class Eagle3Drafter(Drafter):
     def num_ids(self) -> int:
         return int(self.model.config.vocab_size)
 
-    def _head_of_draft_vocab(self) -> nn.Module | None:
-        return None if self.draft_vocab is None else self._head()
+    def _head_of_draft_vocab(self) -> None:
+        """`None`: the draft's own LM head has these tokens only."""
 
     def hidden_states(self, *read: Any, **inputs: Any) -> Tensor:
-        """As in `DraftModel`: the states that the next step reads, with `norm_output` those after the final norm."""
+        """As in `Drafter`: the states that the next step reads, with `norm_output` those after the final norm."""
         states = super().hidden_states(*read, **inputs)
         return self.model.norm(states) if self.model.settings.norm_output else states
 
