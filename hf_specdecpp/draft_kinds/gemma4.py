@@ -159,7 +159,7 @@ class Gemma4Draft(StateDraft):
         reader = StateReader()
         reader.reads = [FINAL]
         reader.hidden_size = reader.embedding_size = model.config.backbone_hidden_size
-        super().__init__(model, reader, target)
+        super().__init__(model, reader)
         self.own = model.config.get_text_config()
         self.hidden_size = int(self.own.hidden_size)
         found = sources(target.config.get_text_config(decoder=True))

@@ -17,7 +17,7 @@ from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
-from hf_specdecpp.models.causal_lm import CausalLM, num_processes
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
@@ -87,15 +87,6 @@ class RowsAlone:
 
     def select(self, _places: Sequence[int]) -> None:
         """Does nothing: the rows have no common state."""
-
-
-def check_beside(target: CausalLM) -> None:
-    """Raise `ValueError` if `target` is spread over several processes: for drafts that use the target's embeddings."""
-    if (processes := num_processes(target)) > 1:
-        raise ValueError(
-            f"{type(target).__name__} is spread over {processes} processes, which would have to draft each token "
-            "together, since the draft uses its embeddings. Use an independent draft."
-        )
 
 
 def by_id(logits: Tensor, vocab_size: int, ids: Tensor | None = None, num_ids: int = 0) -> Tensor:
@@ -216,14 +207,13 @@ class Draft:
 
 class StateDraft(Draft):
     """Base class of drafts that read the target's hidden states and use its embeddings, and that no `Drafter` can run.
-    `model` is their module, `reader` becomes `reads`. `ValueError` for a target on several processes."""
+    `model` is their module, `reader` becomes `reads`."""
 
     model: Any
     draft_vocab = None  # all tokens
     reads: Any = None
 
-    def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
-        check_beside(target)
+    def __init__(self, model: Any, reader: Any) -> None:
         self.model, self.reads = model, reader
         self.hidden_size, self.embedding_size = int(reader.hidden_size), int(reader.embedding_size)
 

@@ -35,24 +35,15 @@ def check_can_draft(model: CausalLM) -> None:
         raise ValueError(f"{name} {reason}, so it cannot draft. Use a draft whose layers all use attention.")
 
 
-def check_fusion(fusion: StateReader, drafter: Any) -> None:
-    """Raise `ValueError` unless the fusion was made for hidden states and embeddings of the sizes of `drafter`."""
-    theirs = fusion.hidden_size, fusion.embedding_size
-    if theirs != (ours := (drafter.hidden_size, drafter.embedding_size)):
-        raise ValueError(
-            f"The fusion reads states of {theirs[0]} and embeddings of {theirs[1]} numbers; the draft has {ours[0]} "
-            f"and {ours[1]}. It was trained for another target."
-        )
-
-
-def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
-    """Raise `ValueError` unless the head was trained for hidden states and embeddings of the sizes of `drafter`."""
-    sizes = ("hidden_size", "embedding_size") if head.inputs == "before" else ("hidden_size",)
-    ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (head, drafter))
+def check_sizes(part: AcceptanceHead | StateReader, drafter: Any, draft_name: str) -> None:
+    """Raise `ValueError` unless a head or fusion was made for hidden states and embeddings of the sizes of `drafter`."""
+    reads_embeddings = getattr(part, "inputs", "before") == "before"  # all fusions do
+    sizes = ("hidden_size", "embedding_size") if reads_embeddings else ("hidden_size",)
+    ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (part, drafter))
     if ours != theirs:
         raise ValueError(
-            f"The acceptance head was trained for {ours} but draft {draft_name} has {theirs}, so it cannot "
-            "read the draft's states. Load the draft that it was trained with, or train a head for this one."
+            f"The {type(part).__name__} was trained for {ours} but {draft_name} has {theirs}, so it cannot read the "
+            "draft's states. Load the draft that it was trained with, or train one for this draft."
         )
 
 

@@ -14,7 +14,7 @@ from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, l
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, pass_inputs, windows_of
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.drafting.draft import Draft, by_id
-from hf_specdecpp.drafting.draft_checks import check_can_draft, check_draft_vocab, check_fusion, check_logits
+from hf_specdecpp.drafting.draft_checks import check_can_draft, check_draft_vocab, check_logits, check_sizes
 from hf_specdecpp.drafting.sessions import BatchSession, DraftSession, RowSession
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings
@@ -131,7 +131,7 @@ class Drafter(nn.Module, Draft):
         self.register_buffer("draft_vocab", draft_vocab, persistent=False)
         self.small_head = self._head_of_draft_vocab()
         if fusion is not None:
-            check_fusion(fusion, self)
+            check_sizes(fusion, self, type(model).__name__)
         self.fusion = fusion
 
     @property

@@ -284,7 +284,7 @@ class DFlashDraft(StateDraft):
     session_class, steps_class = BlockSession, BlockSteps
 
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
-        super().__init__(model, model.reader, target)
+        super().__init__(model, model.reader)
         self.settings = model.settings
         self.block = self.places = model.settings.places
         self.embeddings = target.get_input_embeddings() if model.embed_tokens is None else model.embed_tokens

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import Eagle3Settings
-from hf_specdecpp.drafting.draft import check_beside
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL, StateReader
@@ -145,7 +144,6 @@ class Eagle3Drafter(Drafter):
     tree_reader = None  # no trial needed: the attention (SDPA) of these layers accepts tree masks
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
-        check_beside(target)
         model.set_target(target)
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
 

@@ -157,9 +157,9 @@ class MtpDraft(StateDraft):
     """Drafts chains with several multi-token layers: layer k (from 0) proposes candidate k, and the last layer also all
     further candidates."""
 
-    def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
+    def __init__(self, layers: Sequence[Drafter]) -> None:
         self.layers, self.first, self.max_length = list(layers), layers[0], layers[0].max_length
-        super().__init__(self.first.model, self.first.fusion, target)
+        super().__init__(self.first.model, self.first.fusion)
         self.cannot = {
             "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
             "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=False); a "
