@@ -79,16 +79,6 @@ class DraftingSession(ABC):
         """Called after each verification of a tree, with the accepted nodes (`path`, without the root)."""
 
 
-class RowsAlone:
-    """`Draft.batch` of drafts that cannot read several rows in one pass: each row's session runs the draft alone."""
-
-    def run_draft(self, _asking: dict[int, list[Tensor]]) -> None:
-        """Does nothing: `propose_next` of each row runs the draft."""
-
-    def select(self, _places: Sequence[int]) -> None:
-        """Does nothing: the rows have no common state."""
-
-
 def by_id(logits: Tensor, vocab_size: int, ids: Tensor | None = None, num_ids: int = 0) -> Tensor:
     """Return a draft's logits `[..., d]` as `[..., vocab_size]`, by token id: ids that the draft lacks get -inf. `ids`:
     `[d]`, the token ids of the d logits, all below `num_ids`; `None`: 0, 1, ..., d - 1. Ids from `vocab_size` on are
@@ -156,8 +146,9 @@ class Draft:
         return self.session(vocab_size)
 
     def batch(self, rows: Sequence[Any]) -> Any:
-        """Make the object that runs the draft for all rows of a batch (as `BatchSession`). `rows`: their sessions."""
-        return RowsAlone()
+        """Make the object that runs the draft for all rows of a batch (`BatchSession`), given their sessions `rows`;
+        `None` if each session runs it alone."""
+        return None
 
     @property
     def tree_reader(self) -> CausalLM | None:

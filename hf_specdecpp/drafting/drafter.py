@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -214,11 +214,9 @@ class Drafter(nn.Module, Draft):
         further arguments of the decoder. Ids beyond the embedding table count as 0; `are_known`: there are none."""
         if states is None:
             inputs["input_ids"] = input_ids if are_known else self.known(input_ids)
-        elif self.fusion is None:
-            raise ValueError(f"{type(self.model).__name__} is a draft that reads no states of the target.")
         else:
-            embeddings = self.embed(input_ids, are_known)
-            inputs["inputs_embeds"] = self.fusion(states.to(embeddings), embeddings)
+            fusion, embeddings = cast(StateReader, self.fusion), self.embed(input_ids, are_known)
+            inputs["inputs_embeds"] = fusion(states.to(embeddings), embeddings)
         if cache is not None:
             inputs[self._cache_argument] = cache
         output = self._decoder(use_cache=cache is not None, **inputs)
