@@ -286,7 +286,6 @@ class AssistantModel(PreTrainedModel):
         self._renew_draft()
         drafter = self.ready_drafter()
         drafter.renew()
-        drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
         trains = not self.kind.untrainable
         lacks = {
             "training": trains and self.parts.adapter is None and self.parts.module is None,

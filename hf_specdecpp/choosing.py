@@ -114,6 +114,7 @@ def for_command(model: CausalLM, choice: DraftChoice, default: bool = False, tre
 def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssistant:
     """The assistant for the argument `draft` of `assist`; `TypeError` for options that such a draft does not have."""
     make: Callable[..., SpecDecPPAssistant]
+    hints: dict[str, Any]
     if isinstance(draft, SpecDecPPAssistant):
         make, hints = lambda *_: draft, {}
     elif isinstance(draft, str) and draft in WORDS:
@@ -123,7 +124,7 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
         hints = {"speculation": SpeculationConfig | None, **hints_of(LoadingOptions)}
     else:
         make, hints = partial(SpecDecPPAssistant.from_draft, draft), hints_of(DraftOptions)
-    named = repr(draft) if isinstance(draft, str | Path) else type(draft).__name__
+    named = repr(str(draft)) if isinstance(draft, str | Path) else type(draft).__name__
     check_options(options, hints, SETTINGS, f" for draft={named}")
     return make(model, **options)
 
@@ -144,7 +145,7 @@ def _check_name(draft: str) -> None:
         )
 
 
-def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
+def _by_itself(model: CausalLM, **options: Any) -> SpecDecPPAssistant:
     """The assistant for `"auto"`: `_own_layers` if they are on this machine, else `_lookups`, perhaps with advice."""
     try:
         return _own_layers(model, local_files_only=True, **options)

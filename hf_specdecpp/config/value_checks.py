@@ -26,8 +26,8 @@ LARGEST = 2**63  # integers must be smaller, as those of tensors are; JSON has i
 def check_values(
     values: Mapping[str, Any], hints: Mapping[str, Any], path: str = "", error: type[Exception] = ValueError
 ) -> None:
-    """Raise `error` naming the first of `values` that has no hint with its name, or does not match it: a type, a `range`
-    of whole numbers, or the least and greatest number. `path`: prefix of names in messages, such as `"head."`."""
+    """Raise `error` naming the first of `values` that has no hint with its name, or does not match it: a type, a
+    `range` of whole numbers, or the least and greatest number. `path`: prefix of names in messages, as `"head."`."""
     for name, value in values.items():
         if name not in hints:
             raise error(f"{path}{name[:80]} is not known; it may be of a newer version: pip install -U hf-specdecpp")

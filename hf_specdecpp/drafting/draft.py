@@ -114,7 +114,7 @@ class Draft:
     agreement: Sequence[float] = ()  # share of candidates equal to the target's choice, by position
     shares_cache = False  # whether its sessions read the target's own cache (`DraftingSession.bind_cache`)
     max_length = float("inf")  # number of tokens in the longest sequence that the draft can read
-    # Identity of the draft at its capture, and the copy that drafts in captured rounds, if any.
+    # Identity of the draft when its copy for captured rounds was made, and that copy, if any (`captured_copy`).
     captured: tuple[list[Any], Any] | None = None
 
     @property
@@ -137,9 +137,10 @@ class Draft:
         """Make the session of one sequence; `vocab_size` is the width of the target's logits."""
         return self.session_class(self, vocab_size)
 
-    def round_steps(self, vocab_size: int) -> RoundSteps | None:
-        """The draft steps to capture in CUDA graphs of whole rounds; `None` if this draft is not captured."""
-        return None if self.captured_copy is None else self.steps_class(self.captured_copy, vocab_size)
+    def round_steps(self, vocab_size: int, fuse: bool) -> RoundSteps | None:
+        """The draft steps to capture in CUDA graphs of whole rounds, those of `captured_copy`; `None` without a copy."""
+        copied = self.captured_copy(fuse)
+        return None if copied is None else self.steps_class(copied, vocab_size)
 
     def row_session(self, vocab_size: int) -> DraftingSession:
         """Make the session of one row of a batch."""
@@ -159,41 +160,37 @@ class Draft:
     def renew(self) -> None:
         """Called before each generation: update copies of the target's weights, which may be in training."""
 
-    def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        """Called before each generation. If `wanted` (`graphs="auto"`) and possible, set `captured` to a copy of the
-        draft for rounds captured as CUDA graphs; `fuse`: compile its small operations (`compile`)."""
-        if not wanted or not graphs.can_capture(self.device):
-            self.captured = None
-            return
+    def captured_copy(self, fuse: bool) -> Any:
+        """The copy of the draft for rounds captured as CUDA graphs, made anew if the draft or `fuse` has changed;
+        `None` if it cannot be captured. `fuse`: compile its small operations (`compile`)."""
+        if not graphs.can_capture(self.device):
+            return None
         now = [fuse, *identity({name: each for name, each in vars(self).items() if name != "captured"})]
-        if self.captured is None or self.captured[0] != now:
+        found = self.captured  # another thread may replace it
+        if found is None or found[0] != now:
             self.captured = None  # so that the copy has none
             code = next(foreign_code(self.model), None)
             reason = self.why_not_captured() if code is None else f"it runs {code.name}, which a graph would not call"
-            self.captured = now, self.for_capture(fuse) if reason is None else None
+            self.captured = found = now, self.for_capture(fuse) if reason is None else None
             if reason is not None:
                 self.give_up(reason)
+        return found[1]
 
     def why_not_captured(self) -> str | None:
         """Why rounds with this draft cannot be captured; `None` if no reason is known."""
         return None
 
     def for_capture(self, fuse: bool) -> Any:
-        """Make a copy of the draft for captured rounds; `fuse` as in `capture_steps`."""
+        """Make a copy of the draft for captured rounds; `fuse` as in `captured_copy`."""
         return None
 
     def give_up(self, reason: str) -> None:
-        """Do not capture this draft until the draft or `fuse` changes (`capture_steps`), and warn with `reason`."""
+        """Do not capture this draft until the draft or `fuse` changes (`captured_copy`), and warn with `reason`."""
         self.captured = None if self.captured is None else (self.captured[0], None)
         logger.warning(
             f"Rounds with {type(self.model).__name__} cannot be captured as CUDA graphs here ({reason}), so they run "
             'one kernel after another: the same texts, more slowly. Set graphs="off", and nothing is tried.'
         )
-
-    @property
-    def captured_copy(self) -> Any:
-        """The copy of the draft that drafts in captured rounds, or `None`."""
-        return None if self.captured is None else self.captured[1]
 
 
 class StateDraft(Draft):

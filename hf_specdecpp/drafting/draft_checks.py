@@ -36,7 +36,7 @@ def check_can_draft(model: CausalLM) -> None:
 
 
 def check_sizes(part: AcceptanceHead | StateReader, drafter: Any, draft_name: str) -> None:
-    """Raise `ValueError` unless a head or fusion was made for hidden states and embeddings of the sizes of `drafter`."""
+    """Raise `ValueError` unless a head or fusion was made for states and embeddings of the sizes of `drafter`."""
     reads_embeddings = getattr(part, "inputs", "before") == "before"  # all fusions do
     sizes = ("hidden_size", "embedding_size") if reads_embeddings else ("hidden_size",)
     ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (part, drafter))

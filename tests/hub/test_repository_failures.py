@@ -321,7 +321,7 @@ def test_adapters_that_inspect_calls_sound_can_be_loaded(folder: Path, every: in
 
 
 def test_unknown_argument(folder: Path) -> None:
-    with pytest.raises(TypeError, match="revison: no such option. Did you mean revision"):
+    with pytest.raises(TypeError, match="There is no option revison. Did you mean revision"):
         load(folder, revison="v1")
 
 

@@ -173,15 +173,11 @@ class MtpDraft(StateDraft):
     def session(self, vocab_size: int) -> DraftingSession:
         return LayersSession(self.layers, vocab_size)
 
-    def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        for layer in self.layers:
-            layer.capture_steps(wanted, fuse)
-
     def give_up(self, reason: str) -> None:
         self.first.give_up(reason)
 
-    def round_steps(self, vocab_size: int) -> LayerSteps | None:
-        copies = [layer.captured_copy for layer in self.layers]
+    def round_steps(self, vocab_size: int, fuse: bool) -> LayerSteps | None:
+        copies = [layer.captured_copy(fuse) for layer in self.layers]
         return None if None in copies else LayerSteps(copies, vocab_size)
 
 
