@@ -138,7 +138,7 @@ class Draft:
         return self.session_class(self, vocab_size)
 
     def round_steps(self, vocab_size: int, fuse: bool) -> RoundSteps | None:
-        """The draft steps to capture in CUDA graphs of whole rounds, those of `captured_copy`; `None` without a copy."""
+        """The draft steps to capture in CUDA graphs of whole rounds, of `captured_copy`; `None` without a copy."""
         copied = self.captured_copy(fuse)
         return None if copied is None else self.steps_class(copied, vocab_size)
 

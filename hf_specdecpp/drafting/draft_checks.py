@@ -42,8 +42,8 @@ def check_sizes(part: AcceptanceHead | StateReader, drafter: Any, draft_name: st
     ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (part, drafter))
     if ours != theirs:
         raise ValueError(
-            f"The {type(part).__name__} was trained for {ours} but {draft_name} has {theirs}, so it cannot read the "
-            "draft's states. Load the draft that it was trained with, or train one for this draft."
+            f"The {type(part).__name__} was trained for {ours} but the draft, {draft_name}, has {theirs}, so it cannot "
+            "read the draft's states. Load the draft that it was trained with, or train one for this draft."
         )
 
 
