@@ -7,7 +7,7 @@ whose own configs check their types."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -36,9 +36,7 @@ def check_values(
             raise error(f"{path}{name}={shown(value)} must be {_name(hints[name])}.{near}")
 
 
-def check_options(
-    options: Mapping[str, Any], hints: Mapping[str, Any], others: Sequence[str], where: str = ""
-) -> None:
+def check_options(options: Mapping[str, Any], hints: Mapping[str, Any], others: Sequence[str], where: str = "") -> None:
     """Raise `TypeError` if the keyword arguments `options` of a function have a name that is not in `hints`, or a value
     that does not match its hint. For the message: `others`, names of further arguments, and `where` there is no such
     option, as " for draft='lookup'"."""
@@ -70,9 +68,8 @@ def with_checked_names(cls: type[Settings]) -> type[Settings]:
     return cls
 
 
-@cache
-def hints_of(annotated: Any) -> dict[str, Any]:  # cached, since every generation checks its settings
-    return get_type_hints(annotated)
+# Cached, since every generation checks its settings.
+hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _is(value: Any, rule: Any) -> bool:

@@ -234,7 +234,7 @@ class Drafter(nn.Module, Draft):
         The copy is in place, so that compiled and captured code stays valid. Changes are found by one number of each
         row, since an optimiser changes all; autograd's version counter would miss those of fused optimisers."""
         head, small, ids = self.model.get_output_embeddings(), self.small_head, self.draft_vocab
-        if ids is None or small is None or is_quantised(head):
+        if ids is None or not isinstance(small, nn.Linear) or is_quantised(head):
             return
         if not torch.equal(small.weight[:, 0], head.weight[ids, 0]):
             for own, now in zip(small.parameters(), _slice_head(head, ids).parameters(), strict=True):
@@ -277,4 +277,3 @@ def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
         if bias is not None:
             small.bias = nn.Parameter(bias[token_ids], requires_grad=False)
     return small
-

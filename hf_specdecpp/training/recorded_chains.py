@@ -227,9 +227,7 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
 
 
 @torch.no_grad()
-def target_probabilities(
-    reader: Drafter, ids: list[int], starts: Tensor, tokens: Tensor, drawing: Drawing
-) -> Tensor:
+def target_probabilities(reader: Drafter, ids: list[int], starts: Tensor, tokens: Tensor, drawing: Drawing) -> Tensor:
     """Return p `[c, k]` of each candidate in `tokens` `[c, k]`, given the earlier candidates of its chain. `reader`
     runs the target; `ids` and `starts` are as in `draft_chains`."""
     device = reader.device
