@@ -19,6 +19,7 @@ from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.foreign import foreign_code
+from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -90,6 +91,18 @@ def by_id(logits: Tensor, vocab_size: int, ids: Tensor | None = None, num_ids: i
     if missing > 0:
         return nn.functional.pad(logits, (0, missing), value=float("-inf"))
     return logits[..., :vocab_size] if missing else logits
+
+
+def slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
+    """Make an LM head from copies of the rows `token_ids` of `head`, which may be quantised: the copy is not."""
+    with torch.no_grad():
+        weight = rows_of(head, token_ids) if is_quantised(head) else head.weight[token_ids]
+        bias = getattr(head, "bias", None)  # an adapter around a quantised head has none
+        small = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        small.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            small.bias = nn.Parameter(bias[token_ids], requires_grad=False)
+    return small
 
 
 class Draft:

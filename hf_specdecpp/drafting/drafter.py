@@ -1,83 +1,173 @@
-"""A causal LM that drafts token by token (`Drafter`), and its steps in captured rounds (`ModelSteps`)."""
+"""A causal LM that drafts token by token (`Drafter`), and its sessions for a sequence (`DraftSession`) and for a row of
+a batch (`RowSession`)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.caches.masks import Nodes, chain_nodes, kept_chain_nodes, span, why_not_in_place
-from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
-from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, pass_inputs, windows_of
+from hf_specdecpp.caches.cached_context import GrowingContext, PathRows
+from hf_specdecpp.caches.masks import tree_inputs, why_not_in_place
+from hf_specdecpp.cuda_graphs.fixed_cache import windows_of
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
-from hf_specdecpp.drafting.draft import Draft, by_id
+from hf_specdecpp.drafting.draft import Draft, DraftingSession, by_id, slice_head
 from hf_specdecpp.drafting.draft_checks import check_can_draft, check_draft_vocab, check_logits, check_sizes
-from hf_specdecpp.drafting.sessions import BatchSession, DraftSession, RowSession
+from hf_specdecpp.drafting.model_steps import ModelSteps
+from hf_specdecpp.drafting.rows import BatchSession
 from hf_specdecpp.models import causal_lm
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings
-from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings, takes_positions
+from hf_specdecpp.models.quantised import is_quantised, sizes_of
 from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.sampling.randomness import waits_for_reads
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 
-MOST_KEPT = 64  # masks of passes over at most this many tokens are kept for further rounds
+
+class ModelSession(DraftingSession):
+    """Base class of a draft model's sessions: decides which tokens of the sequence the model reads in each pass.
+
+    Invariant: between rounds the draft's cache contains a prefix of the verified sequence, each token once.
+
+    A draft that reads the target's states reads each token with the target's state at the token before; the first token
+    of the sequence has none and is skipped. It reads candidates with its own states at the token before. After each
+    round it rolls back, and reads accepted candidates again, with the target's states. A draft with recurrent layers
+    also rolls back to the start of the round, and reads accepted candidates again."""
+
+    length = 0
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        super().__init__()
+        self.drafter, self.vocab_size, self.embed = drafter, vocab_size, drafter.embed
+        self.reads_states = self.reads_again = drafter.fusion is not None  # the latter: accepted candidates again
+        # Whether all emitted and drafted ids are in the embedding table; prompts may contain others.
+        self.knows_all = num_embeddings(drafter.model) >= vocab_size
+        self.device = drafter.device  # looked up once, which takes as long as a small matrix multiplication
+        # Unread tokens `[1, n]` and their states `[1, n, size]`, by round; concatenated when the draft reads them.
+        self._pending: list[tuple[Tensor, Tensor | None]] = []
+        self._num_read_candidates = 0
+        self._own_states: dict[int, Tensor] = {}  # its own states `[hidden_size]` by tree node; a chain uses 0
+
+    @abstractmethod
+    def _keep(self, count: int, of: int) -> None:
+        """Called after a round: of the last `of` tokens that the draft has read, keep the first `count` in the cache,
+        and remove the others."""
+
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+        # The last token is always read, because the next candidate follows it. It can be an accepted candidate if the
+        # rows of a batch end their rounds together.
+        keep = 0 if self.reads_again else max(min(num_accepted, self._num_read_candidates, new_tokens.shape[1] - 1), 0)
+        self._keep(keep, of=self._num_read_candidates)
+        new_tokens = new_tokens[:, keep:]
+        if states is not None:
+            known = min(states.shape[1], new_tokens.shape[1])  # fewer than tokens if a cache is reused
+            new_tokens, states = new_tokens[:, -known:], states[:, -known:]
+        if self.length == 0 or not self.knows_all:
+            new_tokens = self.drafter.known(new_tokens)
+        # A view would keep the whole sequence alive, once per round.
+        self._pending.append((new_tokens.clone(), states))
+        self.length += keep + new_tokens.shape[1]
+        self.unread += new_tokens.shape[1]
+        self._num_read_candidates = self.passes = 0
+
+    def next_tokens(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Begin a draft pass: return the tokens `[1, n]` that the pass must read, all unread ones or the last of
+        `candidates`, and the states `[1, n, size]` at the token before each (`None` unless the draft reads states)."""
+        self.passes += 1
+        if candidates:
+            self._num_read_candidates += 1
+            token = candidates[-1].view(1, 1).to(self.device)
+            own = self._own_states[0][None, None].to(self.device) if self.reads_states else None
+            return token if self.knows_all else self.drafter.known(token), own
+        tokens = torch.cat([each for each, _ in self._pending], dim=1)
+        known = [each for _, each in self._pending if each is not None]
+        states = torch.cat(known, dim=1) if known else None
+        self._pending, self.unread = [], 0
+        return tokens.to(self.device), states if states is None else states.to(self.device)
 
 
-class ModelSteps(RoundSteps):
-    """Steps in captured rounds of a `Drafter`: a draft model or an early exit, which may read the target's states."""
+class DraftSession(ModelSession):
+    """A draft model's session for a single sequence, with its own KV cache."""
 
-    def __init__(self, drafter: Any, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
-        self.num_layers = len(windows_of(drafter.text_config) or [])
+        self.cache = DynamicCache(config=drafter.text_config)
+        self.context = GrowingContext(self.cache)
+        self._nodes: list[int] = []  # of the round's tree, in the order read
 
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
-        drafter, begin = self.drafter, 0
-        window = window._replace(tokens=drafter.known(window.tokens))
-        logits, hidden = (each[:, None] for each in read(drafter, cache, window, self.vocab_size))
-        num_prefix = cache.length.clone()
-        knows_all = num_embeddings(drafter.model) >= self.vocab_size
-        while True:
-            level = yield logits, hidden
-            end = begin + level.tokens.shape[1]
-            own = None if self.size is None else level.of_parents(hidden)
-            if level.seen is None:
-                nodes = kept_chain_nodes(1, self.device, begin, len(depths))
-            else:
-                nodes = Nodes(level.seen, depths, depths[begin:end])
-            tokens = level.tokens if knows_all else drafter.known(level.tokens)
-            hidden = hidden_states(drafter, cache, tokens, own, nodes, num_prefix)
-            logits = drafter.logits(hidden, self.vocab_size)
-            cache.length.add_(end - begin)
-            begin = end
+    def _keep(self, count: int, of: int) -> None:
+        if self.passes:
+            self.context.commit(count, of)
+
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, states = self.next_tokens(candidates)
+        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
+        self._own_states = {0: hidden}
+        if not candidates:
+            if not self.context.num_tokens:
+                # From here on the cache must be able to roll back. The prompt needs no roll-back: recording it, layers
+                # with a sliding window would keep all of it.
+                self.cache.activate_past_recording()
+            self.context.begin_round()
+            self.reads_again = self.reads_states or self.context.rollback_point is not None
+        return self.drafter.logits(hidden, self.vocab_size), hidden
+
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """As in `DraftingSession`. The call for the root reads all unread tokens, of which the root is the last."""
+        if nodes == [0]:
+            self._nodes = [0]
+            logits, hidden = self.propose_next([])
+            return logits[None], hidden[None]
+        states = None
+        if self.reads_states:
+            states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
+        read = len(self._nodes)
+        self._nodes += nodes
+        tokens, ancestors, depths = TreePass(tree, self._nodes).upload(self.device, first=read)
+        inputs = {}
+        if len(nodes) > 1 or tree.depths[nodes[0]] < read:  # a single node that sees all earlier ones extends a chain
+            num_prefix = self.cache.get_seq_length() - read
+            inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
+        hidden = self.drafter.hidden_states(tokens[None], self.cache, states, are_known=self.knows_all, **inputs)[0]
+        self.passes += 1
+        self._own_states.update(zip(nodes, hidden, strict=True))
+        return self.drafter.logits(hidden, self.vocab_size), hidden
+
+    def commit_path(self, path: list[int]) -> None:
+        """As in `DraftingSession`: keep the root and the accepted nodes that were read in the draft's cache.
+
+        If the draft reads states or runs on an accelerator, only the root is kept, and accepted nodes are read again: a
+        pass over a few more tokens takes no longer on an accelerator, and moving rows would need an upload."""
+        if not self._nodes:  # nothing was drafted
+            return
+        again = self.reads_states or waits_for_reads(self.device)
+        rows = [0, *(self._nodes.index(node) for node in path if node in self._nodes and not again)]
+        self.context.commit(len(rows), len(self._nodes), PathRows(rows, torch.tensor(rows, device="cpu")))
+        self._num_read_candidates, self._nodes = len(rows) - 1, []
 
 
-def read(drafter: Drafter, cache: FixedCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Read and commit a captured round's window: logits `[rows, vocab_size]` and hidden states at each last token."""
-    hidden = last_rows(read_chain(drafter, cache, window.tokens, window.states), window.last)
-    cache.length.add_(window.last + 1)
-    return drafter.logits(hidden, vocab_size), hidden
+class RowSession(ModelSession):
+    """A draft model's session for one row of a batch. `BatchSession` runs the draft for all rows, and stores the row's
+    next logits `[vocab_size]` and hidden state in `found`. `num_dropped`: number of the row's last tokens in the cache
+    that were rejected and are not removed yet."""
 
+    found: tuple[Tensor, Tensor]
+    num_dropped = 0
 
-def read_chain(drafter: Drafter, cache: FixedCache, tokens: Tensor, states: Tensor | None) -> Tensor:
-    """Hidden states `[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]`, which follow the tokens in
-    `cache`. The pass writes keys and values; `cache.length` does not change."""
-    count, device = tokens.shape[1], tokens.device
-    nodes = (chain_nodes if count > MOST_KEPT else kept_chain_nodes)(count, device)
-    if cache.prompt is not None:  # padding is seen by itself only
-        places = span(count, device)
-        own = cache.prompt.shown.gather(1, (cache.length[:, None] + places).clamp_max(cache.capacity - 1))
-        nodes = Nodes(nodes.seen & (own[:, None] | (places == places[:, None])), places, places)
-    return hidden_states(drafter, cache, tokens, states, nodes, cache.length)
+    def _keep(self, count: int, of: int) -> None:
+        self.num_dropped += of - count
 
+    def store(self, logits: Tensor, hidden: Tensor) -> None:
+        """Called after a pass over the tokens of `next_tokens`, with logits and hidden state at the last of them."""
+        self.found, self._own_states = (logits, hidden), {0: hidden}
 
-def hidden_states(
-    drafter: Drafter, cache: FixedCache, tokens: Tensor, states: Tensor | None, nodes: Nodes, num_prefix: Tensor
-) -> Tensor:
-    """Hidden states `[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]` with the attention masks and
-    depths in `nodes`, after the first `num_prefix` `[rows]` tokens in `cache`. `states` as in `Drafter`."""
-    inputs = pass_inputs(drafter.model, cache, nodes, num_prefix, drafter.max_length)
-    return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)
+    def propose_next(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """As in `DraftingSession`: returns the result of `BatchSession.run_draft`, which was called before."""
+        return self.found
 
 
 class Drafter(nn.Module, Draft):
@@ -224,7 +314,7 @@ class Drafter(nn.Module, Draft):
 
     def _head_of_draft_vocab(self) -> nn.Module | None:
         """A module that computes only the logits of `draft_vocab`; `None` without `draft_vocab`."""
-        return None if self.draft_vocab is None else _slice_head(self.model.get_output_embeddings(), self.draft_vocab)
+        return None if self.draft_vocab is None else slice_head(self.model.get_output_embeddings(), self.draft_vocab)
 
     @torch.inference_mode()
     def renew(self) -> None:
@@ -237,7 +327,7 @@ class Drafter(nn.Module, Draft):
         if ids is None or not isinstance(small, nn.Linear) or is_quantised(head):
             return
         if not torch.equal(small.weight[:, 0], head.weight[ids, 0]):
-            for own, now in zip(small.parameters(), _slice_head(head, ids).parameters(), strict=True):
+            for own, now in zip(small.parameters(), slice_head(head, ids).parameters(), strict=True):
                 own.copy_(now)
 
     def _check_logits(self) -> None:
@@ -262,18 +352,6 @@ class Drafter(nn.Module, Draft):
     def why_not_captured(self) -> str | None:
         if windows_of(self.text_config) is None:
             return "not all of its layers are attention"
-        if not causal_lm.takes_positions(causal_lm.inner_decoder(self.model)):
-            return f"it {causal_lm.why_no_positions(causal_lm.inner_decoder(self.model))}"
+        if not takes_positions(inner_decoder(self.model)):
+            return f"it {causal_lm.why_no_positions(inner_decoder(self.model))}"
         return why_not_in_place(self.model)
-
-
-def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
-    """Make an LM head from copies of the rows `token_ids` of `head`, which may be quantised: the copy is not."""
-    with torch.no_grad():
-        weight = rows_of(head, token_ids) if is_quantised(head) else head.weight[token_ids]
-        bias = getattr(head, "bias", None)  # an adapter around a quantised head has none
-        small = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-        small.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            small.bias = nn.Parameter(bias[token_ids], requires_grad=False)
-    return small

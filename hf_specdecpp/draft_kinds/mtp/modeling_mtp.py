@@ -19,7 +19,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
-from hf_specdecpp.drafting.drafter import Drafter, read, read_chain
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.model_steps import read, read_chain
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
 from hf_specdecpp.models.target_states import FINAL, StateReader
