@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.texts import answers
@@ -56,7 +56,7 @@ def of_text(ids: list[int], assistant: SpecDecPPAssistant, target: nn.Module) ->
     the last tokens and how often they were its likeliest. Example: a round that begins at place 9 looks at the target's
     distribution after place 7, which token 8 was chosen from, and at tokens 1 to 8.
     """
-    reader, drafter = DraftModel(target, shares_target=True), assistant.ready_drafter()
+    reader, drafter = Drafter(target, shares_target=True), assistant.ready_drafter()
     width, tokens = target.config.vocab_size, torch.tensor(ids)[1:, None]
     p = reader.logits(reader.hidden_states(torch.tensor([ids]))[0, :-1], width).log_softmax(-1)
     draft = BranchingText(drafter, ids, target_states(target, drafter, ids)).states[:-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_specdecpp.assistant_model import AssistantModel
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig, special_tokens
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.config.value_checks import check_options, check_values
+from hf_specdecpp.config.value_checks import check_options, check_values, hints_of
 from hf_specdecpp.draft_kinds.conditioned import Fusion
 from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts
 from hf_specdecpp.draft_kinds.known import CONDITIONED, EARLY_EXIT, INDEPENDENT, kind_of, ready_made
@@ -115,7 +115,7 @@ class SpecDecPPAssistant(AssistantModel):
         """
         check_values({"repo_or_folder": repo_or_folder}, {"repo_or_folder": str | Path}, error=TypeError)
         options: dict[str, Any] = {name: value for name, value in loading.items() if name not in AUTO_KWARGS}
-        check_options(options, LoadingOptions, "target", "speculation", "default")
+        check_options(options, hints_of(LoadingOptions), ("target", "speculation", "default"))
         dtype, device, draft, eagle3 = map(options.get, ("dtype", "device", "draft", "eagle3"))
         target = None if target is None else causal_lm.base_model(target)
         repository = Repository.of(repo_or_folder, options)
@@ -152,16 +152,15 @@ class SpecDecPPAssistant(AssistantModel):
             causal_lm.base_model(given)  # raises where this is no model
         if not is_named and (source.revision or source.subfolder):
             raise TypeError("revision, subfolder: for a draft given by name, not a model object. Leave them out.")
-        own: Any = {name: value for name, value in options.items() if name in Options.__annotations__}
         if kind is None:
             named = SpecDecPPConfig(draft_id=source.full_name, draft_revision=source.revision)
             drafter = INDEPENDENT.make(named, parts, Loading(given, target, hub_kwargs=source.hub_kwargs))
             config = _config_of(drafter.model, INDEPENDENT, **special_tokens(drafter.model))
-            return cls.of_parts(config, drafter, parts, target, own)
+            return cls.of_parts(config, drafter, parts, target, options)
         if parts.adapter is not None or parts.draft_vocab is not None:
             raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
         config = load_config(source) if given is None else _config_of(given, kind)
-        return cls.of_parts(config, None, Parts(module=kind.load(config, source, given, target)), target, own)
+        return cls.of_parts(config, None, Parts(module=kind.load(config, source, given, target)), target, options)
 
     @classmethod
     def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[Options]) -> Self:
@@ -205,11 +204,12 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def of_parts(
-        cls, config: SpecDecPPConfig, drafter: Draft | None, parts: Parts, target: CausalLM | None, options: Options
-    ) -> Self:
-        """Make an assistant from its parts, and attach it to `target`, if given. Without `drafter`, attaching makes the
-        draft from the target. `ValueError` if the parts do not fit, `TypeError` for an unknown option."""
-        check_options(options, Options, "target")
+        cls, config: SpecDecPPConfig, drafter: Draft | None, parts: Parts, target: CausalLM | None,
+        options: Mapping[str, Any],
+    ) -> Self:  # fmt: skip
+        """Make an assistant from its parts and the `head`, `speculation` and `default` among `options`, and attach it
+        to `target`, if given. Without `drafter`, attaching makes the draft from the target. `ValueError` if the parts
+        do not fit."""
         assistant = cls(config, drafter, options.get("head"), parts, options.get("speculation"))
         return assistant._begun(target, options.get("default", False))
 
@@ -283,7 +283,7 @@ def _config_of(draft: CausalLM, kind: DraftKind, **fields: Any) -> SpecDecPPConf
 
 def _parts(options: Any, kind: Any = Options) -> Parts:
     """Adapter and draft vocabulary among `options`, whose names and types are checked by the class `kind`."""
-    check_options(options, kind, "target")
+    check_options(options, hints_of(kind), ["target"])
     adapter, vocab = options.get("adapter"), options.get("draft_vocab")
     place = {**options, "revision": None, "subfolder": None}  # which are the draft's
     folder = None if adapter is None else find_adapter(Repository.of(adapter, place), None)

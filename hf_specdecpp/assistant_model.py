@@ -21,7 +21,7 @@ from hf_specdecpp.draft_kinds import acceptance
 from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts, PublishedKind
 from hf_specdecpp.draft_kinds.known import describe, draft_name, kind_of
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.draft_checks import check_head
+from hf_specdecpp.drafting.draft_checks import check_sizes
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -88,7 +88,7 @@ class AssistantModel(PreTrainedModel):
         self.memory = Memory(config.calibration)
         self.copies, self.int8 = WeightCopies(measured_copy), WeightCopies(int8_copy)
         if head is not None and isinstance(drafter, Drafter):
-            check_head(head.to(drafter.device), drafter, draft_name(config))
+            check_sizes(head.to(drafter.device), drafter, draft_name(config))
         self._attaching, self._met_in_calls = RLock(), WeakSet[Any]()
         attached.answer_calls(self)
 
@@ -235,12 +235,17 @@ class AssistantModel(PreTrainedModel):
         self._check_published(target)
 
     def _make_draft(self, target: CausalLM) -> None:
+        if (processes := causal_lm.num_processes(target)) > 1:
+            raise ValueError(
+                f"{type(target).__name__} is spread over {processes} processes, which would have to draft each token "
+                "together, since the draft is made of it. Use an independent draft."
+            )
         self._made_of = causal_lm.parameter_ids(target)
         self.drafter = self.kind.make(self.config, self.parts, Loading(target=target))
         self._made_for = target.dtype, causal_lm.input_device(target)
         TargetStates(target, self.drafter.reads)  # raises if the target has no such layers
         if self.head is not None:
-            check_head(self.head.to(self.drafter.device), self.drafter, draft_name(self.config))
+            check_sizes(self.head.to(self.drafter.device), self.drafter, draft_name(self.config))
 
     def _check_published(self, target: CausalLM) -> None:
         """If the draft is a published one, measure and log how often its candidates equal the target's choices."""
@@ -281,7 +286,6 @@ class AssistantModel(PreTrainedModel):
         self._renew_draft()
         drafter = self.ready_drafter()
         drafter.renew()
-        drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
         trains = not self.kind.untrainable
         lacks = {
             "training": trains and self.parts.adapter is None and self.parts.module is None,

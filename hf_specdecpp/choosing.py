@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, overload
 
 from torch import nn
 from transformers.utils import logging
 
-from hf_specdecpp.assistant import DraftOptions, LoadingOptions, Options, SpecDecPPAssistant
+from hf_specdecpp.assistant import DraftOptions, LoadingOptions, SpecDecPPAssistant
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.config.value_checks import check_values, did_you_mean, hints_of
+from hf_specdecpp.config.value_checks import check_options, check_values, did_you_mean, hints_of
 from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts
 from hf_specdecpp.draft_kinds.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import DownloadOptions, Repository, read_fields
 from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.hub.published import advice
@@ -26,11 +29,7 @@ from hf_specdecpp.models.checks import check_target
 logger = logging.get_logger("hf_specdecpp")
 
 AUTO = "auto"
-SETTINGS = {each.name for each in fields(SpeculationConfig)}
-MAKING = {"source": str | Path | None, **hints_of(Options), **hints_of(LoadingOptions)}
-OF_ALL, OF_DOWNLOADS = {"head", "speculation"}, set(hints_of(DownloadOptions))
-WORDS = {AUTO: OF_ALL | {"source"}, MTP.name: OF_ALL | {"source"} | OF_DOWNLOADS, LOOKUP.name: OF_ALL}  # and options
-KNOWN = SETTINGS | MAKING.keys()
+SETTINGS = [each.name for each in fields(SpeculationConfig)]
 
 
 @overload
@@ -81,12 +80,11 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
         for each in attached.assistants_of(model):
             each.detach(model)
         return None
-    for unknown in options.keys() - KNOWN:
-        early = f" For an early exit: SpecDecPPAssistant.from_early_exit(model, layers={options[unknown]!r})."
-        near = early if unknown == "layers" else did_you_mean(unknown, KNOWN)
-        raise TypeError(f"There is no option {unknown}.{near} The options are {', '.join(sorted(KNOWN))}.")
-    settings = {name: options.pop(name) for name in SETTINGS & options.keys()}
-    check_values({"default": default, **options}, MAKING, error=TypeError)
+    if "layers" in options:
+        early = f"SpecDecPPAssistant.from_early_exit(model, layers={options['layers']!r})"
+        raise TypeError(f"There is no option layers. For an early exit: {early}.")
+    settings = {name: options.pop(name) for name in SETTINGS if name in options}
+    check_values({"default": default}, {"default": bool}, error=TypeError)
     assistant = _made(model, draft, options)
     speculation = replace(assistant.speculation, **settings)
     chooses = speculation.rule == "throughput" and not speculation.draws_trees and "speculation" not in options
@@ -115,35 +113,27 @@ def for_command(model: CausalLM, choice: DraftChoice, default: bool = False, tre
 
 def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssistant:
     """The assistant for the argument `draft` of `assist`; `TypeError` for options that such a draft does not have."""
+    make: Callable[..., SpecDecPPAssistant]
+    hints: dict[str, Any]
     if isinstance(draft, SpecDecPPAssistant):
-        if options:
-            raise TypeError(f"{', '.join(options)}: this assistant exists already, only its settings can be changed.")
-        return draft
-    word = isinstance(draft, str) and draft in WORDS
-    if isinstance(draft, str) and not word:
-        _check_name(draft)
-    is_stored = isinstance(draft, str | Path) and not word and not _is_plain_model(Repository.of(draft, options))
-    what = f"draft={draft!r}" if word else "a draft from its repository" if is_stored else "a draft that is a model"
-    hints = hints_of(LoadingOptions if is_stored else DraftOptions)
-    known = WORDS[draft] if word else {*hints, "speculation"} - {"default"}
-    if others := ", ".join(sorted(options.keys() - known)):
-        raise TypeError(f"{others}: not for {what}. Its options are {', '.join(sorted(known))}, and the settings.")
-    if draft == AUTO:
-        return _by_itself(model, options)
-    if draft == MTP.name:
-        return _own_layers(model, **options)
-    if draft == LOOKUP.name:
-        return _lookups(model, **options)
-    if is_stored:
-        return SpecDecPPAssistant.from_pretrained(draft, model, **options)
-    return SpecDecPPAssistant.from_draft(draft, model, **options)
+        make, hints = lambda *_: draft, {}
+    elif isinstance(draft, str) and draft in WORDS:
+        make, hints = WORDS[draft]
+    elif _is_stored(draft, options):
+        make = partial(SpecDecPPAssistant.from_pretrained, draft)
+        hints = {"speculation": SpeculationConfig | None, **hints_of(LoadingOptions)}
+    else:
+        make, hints = partial(SpecDecPPAssistant.from_draft, draft), hints_of(DraftOptions)
+    named = repr(str(draft)) if isinstance(draft, str | Path) else type(draft).__name__
+    check_options(options, hints, SETTINGS, f" for draft={named}")
+    return make(model, **options)
 
 
 def _check_name(draft: str) -> None:
     """Raise `ValueError` for an empty string, or one that is no path or Hub id but resembles a word like "lookup"."""
     if draft and (Path(draft).exists() or "/" in draft):
         return
-    near = did_you_mean(draft, (AUTO, MTP.name, LOOKUP.name))
+    near = did_you_mean(draft, WORDS)
     if draft.lower() == "none":
         near = " Pass None, without quotes, to detach the assistants of the model."
     elif draft in BY_NAME:
@@ -155,7 +145,7 @@ def _check_name(draft: str) -> None:
         )
 
 
-def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
+def _by_itself(model: CausalLM, **options: Any) -> SpecDecPPAssistant:
     """The assistant for `"auto"`: `_own_layers` if they are on this machine, else `_lookups`, perhaps with advice."""
     try:
         return _own_layers(model, local_files_only=True, **options)
@@ -169,9 +159,8 @@ def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
 def _own_layers(model: CausalLM, source: str | Path | None = None, **options: Any) -> SpecDecPPAssistant:
     """The assistant for `"mtp"`: with multi-token layers from the repository `source`, by default the model's own."""
     check_target(model, recurrent=True)
-    downloads = {name: options.pop(name) for name in OF_DOWNLOADS & options.keys()}
-    config, layers = multi_token_layers(model, source, downloads)
-    return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, cast(Options, options))
+    config, layers = multi_token_layers(model, source, options)
+    return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, options)
 
 
 def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **options: Any) -> SpecDecPPAssistant:
@@ -179,10 +168,25 @@ def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **op
     config, settings = SpecDecPPConfig(draft_kind=LOOKUP.name), speculation or SpeculationConfig()
     options["speculation"] = replace(settings, lookup=settings.lookup or True)
     drafter = LOOKUP.make(config, Parts(), Loading())
-    return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, cast(Options, options))
+    return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, options)
 
 
-def _is_plain_model(source: Repository) -> bool:
-    """Whether a repository is that of an ordinary causal LM, by its `config.json`. Errors as in `from_pretrained`."""
-    raw = read_fields(source.file("config.json"))
-    return recognise(raw) is None and raw.get("model_type") not in (None, SpecDecPPConfig.model_type)
+def _is_stored(draft: Any, options: dict[str, Any]) -> bool:
+    """Whether `draft` names an assistant or a published draft, by its `config.json`; `False` for ordinary causal LMs
+    and for objects. Errors as in `from_pretrained`."""
+    if isinstance(draft, str):
+        _check_name(draft)
+    if not isinstance(draft, str | Path):
+        return False
+    raw = read_fields(Repository.of(draft, options).file("config.json"))
+    return recognise(raw) is not None or raw.get("model_type") in (None, SpecDecPPConfig.model_type)
+
+
+# The words that `assist` takes as `draft`: what makes the assistant, and the types of its options.
+OF_ALL: dict[str, Any] = {"head": AcceptanceHead | None, "speculation": SpeculationConfig | None}
+OF_LAYERS = {**OF_ALL, "source": str | Path | None}
+WORDS: dict[str, tuple[Callable[..., SpecDecPPAssistant], dict[str, Any]]] = {
+    AUTO: (_by_itself, OF_LAYERS),
+    MTP.name: (_own_layers, {**OF_LAYERS, **hints_of(DownloadOptions)}),
+    LOOKUP.name: (_lookups, OF_ALL),
+}

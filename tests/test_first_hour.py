@@ -303,9 +303,9 @@ def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("draft", "options", "says"), [
-    ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
-    ("auto", {"pack_weights": True}, "There is no option pack_weights. .*cache_dir, .*threshold"),
-    ("lookup", {"revision": "v1"}, "revision: not for draft='lookup'. Its options are head, speculation, and the "),
+    ("auto", {"treshold": 0.5}, "There is no option treshold for draft='auto'. Did you mean threshold"),
+    ("auto", {"pack_weights": True}, "There is no option pack_weights for .*threshold, .*source"),
+    ("lookup", {"revision": "v1"}, "There is no option revision for draft='lookup'. There are rule, .*, speculation"),
     ("auto", {"layers": 4}, r"no option layers. For an early exit: SpecDecPPAssistant.from_early_exit\(model, l"),
     ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
     ("lookup", {"rule": "best"}, "rule='best' must be one of"),
@@ -318,9 +318,9 @@ def test_errors(target: CausalLM, draft: str, options: dict[str, Any], says: str
 
 
 @pytest.mark.parametrize(("what", "options", "says"), [
-    ("a model", {"dtype": "auto"}, "dtype: not for a draft that is a model. Its options are adapter, "),
-    ("a model's folder", {"eagle3": {}}, "eagle3: not for a draft that is a model. Its options are adapter, "),
-    ("an assistant's folder", {"adapter": "org/x"}, "adapter: not for a draft from its repository. Its options are c"),
+    ("a model", {"dtype": "auto"}, "There is no option dtype for draft=LlamaForCausalLM. There are .*adapter, "),
+    ("a model's folder", {"eagle3": {}}, "There is no option eagle3 for draft=.*. There are .*adapter, "),
+    ("an assistant's folder", {"adapter": "org/x"}, "There is no option adapter for draft=.*. There are .*cache_dir"),
 ])  # fmt: skip
 def test_options_of_other_drafts(what: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
     target, draft = named(what, tmp_path)

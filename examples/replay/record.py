@@ -32,7 +32,7 @@ from texts import Text
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.texts.sampling import Sampling, draw_rows, uniform
 from hf_specdecpp.training import recorded_chains as branches
@@ -78,7 +78,7 @@ def record(
 
     Another `seed` of the coins and the draft's draws is another sample of the same distribution.
     """
-    drafter, reader, head = assistant.ready_drafter(), DraftModel(target, shares_target=True), assistant.head
+    drafter, reader, head = assistant.ready_drafter(), Drafter(target, shares_target=True), assistant.head
     vocab_size = target.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
     before = head is not None and head.inputs == "before"

@@ -24,7 +24,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.questions import Benchmark, RunLog
 from hf_specdecpp.benchmark.report import markdown_table, mode, ratio
 from hf_specdecpp.benchmark.summary import grouped
-from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.texts.sampling import Sampling, seed_of
@@ -82,7 +82,7 @@ class RoundReplay:
         return (
             None
             if self.sampling.greedy
-            else BranchingText(DraftModel(self.target, shares_target=True), self.text.ids[:-1])
+            else BranchingText(Drafter(self.target, shares_target=True), self.text.ids[:-1])
         )
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,15 +48,14 @@ class Costs:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
         """Costs from a dict of the arguments; `ValueError` for unknown ones, or without `draft` and `verify`."""
-        required, known = {"draft", "verify"}, {field.name for field in fields(cls)}
-        fits = isinstance(values, dict) and required <= set(values) <= known
-        if not fits or not isinstance(values["verify"], list | tuple):
+        try:
+            return cls(**values)
+        except TypeError:
             raise ValueError(
                 f"costs={values!r} must look like {{'draft': s, 'verify': [s1, s2, ...], 'overhead': s, 'read': s, "
                 "'branch': s, 'start': s, 'block': candidates} in seconds; all but the first two may be missing. None "
                 "measures them."
-            )
-        return cls(**values)
+            ) from None
 
     def of_row(self, rows: int, max_tokens: int) -> Costs:
         """Assumed costs for each row of a batch of `rows`, for rounds of up to `max_tokens` candidates in each row.

@@ -23,48 +23,27 @@ NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 LARGEST = 2**63  # integers must be smaller, as those of tensors are; JSON has integers of any length
 
 
-def check_types(settings: Any, path: str = "") -> None:
-    """Raise `ValueError` naming the first field of the dataclass `settings`, or of a dataclass in its fields, with a
-    value of a wrong type. `path`: prefix of field names in messages, such as `"head."`."""
-    hints = hints_of(settings.__class__)
-    for name in (field.name for field in fields(settings)):
-        value = getattr(settings, name)
-        if is_dataclass(hints[name]) and not is_dataclass(value):
-            raise ValueError(f"{path}{name}={shown(value)} must be a mapping.")
-        check_values({name: value}, hints, path)
-        if is_dataclass(value):
-            check_types(value, f"{path}{name}.")
-
-
-def check_arguments(function: Callable[..., Any], values: Any) -> None:
-    """Raise `ValueError` unless `values` is a dict from argument names of `function` to values of the annotated types.
-    Arguments may be missing."""
-    hints = hints_of(function)
-    if not isinstance(values, dict):
-        raise ValueError(f"{shown(values)} must be a mapping.")
-    if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"{unknown[0]} is not known; it may be of a newer version: pip install -U hf-specdecpp")
-    check_values(values, hints)
-
-
 def check_values(
     values: Mapping[str, Any], hints: Mapping[str, Any], path: str = "", error: type[Exception] = ValueError
 ) -> None:
-    """Raise `error` naming the first of `values` that does not match the hint with its name: a type, a `range` of whole
-    numbers, or the least and greatest number. `path` as in `check_types`."""
+    """Raise `error` naming the first of `values` that has no hint with its name, or does not match it: a type, a
+    `range` of whole numbers, or the least and greatest number. `path`: prefix of names in messages, as `"head."`."""
     for name, value in values.items():
+        if name not in hints:
+            raise error(f"{path}{name[:80]} is not known; it may be of a newer version: pip install -U hf-specdecpp")
         if not _is(value, hints[name]):
             near = did_you_mean(value, _words(hints[name]))
             raise error(f"{path}{name}={shown(value)} must be {_name(hints[name])}.{near}")
 
 
-def check_options(options: Mapping[str, Any], kind: Any, *others: str) -> None:
-    """Raise `TypeError` if the keyword arguments `options` of a function have a name that is not in the `TypedDict`
-    `kind`, or a value of a wrong type. `others`: names of the function's other arguments, for the message."""
-    hints = hints_of(kind)
+def check_options(options: Mapping[str, Any], hints: Mapping[str, Any], others: Sequence[str], where: str = "") -> None:
+    """Raise `TypeError` if the keyword arguments `options` of a function have a name that is not in `hints`, or a value
+    that does not match its hint. For the message: `others`, names of further arguments, and `where` there is no such
+    option, as " for draft='lookup'"."""
     known = [*others, *hints]
     for unknown in sorted(options.keys() - hints.keys()):
-        raise TypeError(f"{unknown}: no such option.{did_you_mean(unknown, known)} There are {', '.join(known)}.")
+        near = did_you_mean(unknown, known)
+        raise TypeError(f"There is no option {unknown}{where}.{near} There are {', '.join(known)}.")
     check_values(options, hints, error=TypeError)
 
 
@@ -89,9 +68,8 @@ def with_checked_names(cls: type[Settings]) -> type[Settings]:
     return cls
 
 
-@cache
-def hints_of(annotated: Any) -> dict[str, Any]:  # cached, since every generation checks its settings
-    return get_type_hints(annotated)
+# Cached, since every generation checks its settings.
+hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _is(value: Any, rule: Any) -> bool:
@@ -216,10 +194,7 @@ def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable
         raise ValueError(f"{path.rstrip('.')}={shown(layer)} must be a mapping. {CURE}")
     if missing := [name for name in NEEDED if layer.get(name) is None]:
         raise ValueError(f"{path}{missing[0]} is missing, so the draft's tensors cannot be checked. {CURE}")
-    if unknown := sorted(map(str, set(layer) - set(known))):
-        raise ValueError(
-            f"{path}{unknown[0][:80]} is not known; it may be of a newer version: pip install -U hf-specdecpp"
-        )
+    check_values(layer, dict.fromkeys(known, Any), path)
     check_numbers(layer, path)
     heads, own = layer["num_attention_heads"], (layer.get("per_layer_config") or {}).values()
     for name in ("num_key_value_heads", "num_global_key_value_heads"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_specdecpp.config.value_checks import CURE, LAYER, check_arguments, shown
+from hf_specdecpp.config.value_checks import CURE, LAYER, check_values, hints_of, shown
 from hf_specdecpp.files import load_strict
 from hf_specdecpp.models.causal_lm import article, renew_rotary
 
@@ -241,7 +241,7 @@ def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: 
     checked. `ValueError` if the arguments are invalid, or the file is damaged or does not fit them. For messages:
     `name` of the module, and `hint`, the last sentence if the weights do not fit."""
     with as_described(name):
-        check_arguments(kind.__init__, arguments)
+        check_values(arguments, hints_of(kind.__init__))
         with torch.device("meta"):
             shapes = {key: tensor.shape for key, tensor in kind(**arguments).state_dict().items()}
     tensors = load_strict(path, shapes, hint)

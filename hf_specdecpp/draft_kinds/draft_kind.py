@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.config.value_checks import check_arguments, check_numbers
+from hf_specdecpp.config.value_checks import check_numbers, check_values, hints_of
 from hf_specdecpp.draft_kinds import acceptance, checkpoints
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
@@ -284,7 +284,7 @@ class StoredKind(PublishedKind):
     def read_own(self, arguments: dict[str, Any], path: Path) -> Any:
         """As in `DraftKind`. Only the header of the file is read before names and shapes are checked."""
         with checkpoints.as_described(self.title):
-            check_arguments(self.settings_class, arguments)
+            check_values(arguments, hints_of(self.settings_class))
             settings = self.settings_class(**arguments)
         weights, source = Weights.at(path), str(path)
         self.build(settings, self.here(weights.outline(), source), source)

@@ -22,8 +22,7 @@ from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import as_described, mapping
 from hf_specdecpp.draft_kinds.draft_kind import Config, PublishedKind, pinned
-from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
-from hf_specdecpp.drafting.draft_model import by_id
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft, by_id
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.target_states import FINAL, StateReader
@@ -160,7 +159,7 @@ class Gemma4Draft(StateDraft):
         reader = StateReader()
         reader.reads = [FINAL]
         reader.hidden_size = reader.embedding_size = model.config.backbone_hidden_size
-        super().__init__(model, reader, target)
+        super().__init__(model, reader)
         self.own = model.config.get_text_config()
         self.hidden_size = int(self.own.hidden_size)
         found = sources(target.config.get_text_config(decoder=True))

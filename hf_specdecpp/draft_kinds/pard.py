@@ -14,8 +14,8 @@ from hf_specdecpp.cuda_graphs.draft_steps import Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds.draft_kind import Config
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.draft_model import DraftSession
-from hf_specdecpp.drafting.drafter import Drafter, ModelSteps, read_chain
+from hf_specdecpp.drafting.drafter import Drafter, DraftSession
+from hf_specdecpp.drafting.model_steps import ModelSteps, read_chain
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.trees.tree import DraftTree

@@ -140,9 +140,9 @@ class NoDraft(Draft):
         """Never called: only acceptance heads use embeddings, of drafted candidates."""
         raise NotImplementedError
 
-    def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        if self.captured is None:  # else `give_up` has refused
-            self.captured = [], self
+    def captured_copy(self, fuse: bool) -> Any:
+        self.captured = found = self.captured or ([], self)  # else `give_up` has refused
+        return found[1]
 
     def session(self, vocab_size: int) -> NoSession:
         return NoSession(self)

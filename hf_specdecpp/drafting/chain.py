@@ -25,12 +25,6 @@ Drafting: TypeAlias = Generator[list[Tensor], bool | None, Chain]
 Step: TypeAlias = Callable[[list[Tensor]], DraftStep | None]
 
 
-def at_once(chain: Chain) -> Drafting:
-    """A coroutine as `drafting` returns, for a row of a batch whose `chain` was looked up: it runs no draft step."""
-    return chain
-    yield  # makes this a coroutine
-
-
 def next_step(
     session: DraftingSession, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
@@ -153,21 +147,21 @@ class ChainDrafting:
 
 
 def draft_chains(
-    rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool] | None = None
+    rows: Sequence[Drafting | Chain], prepare: Callable[[dict[int, list[Tensor]]], bool] | None = None
 ) -> list[Chain]:
-    """Draft a chain with each coroutine of `rows` (`drafting`), all step by step together. `prepare`, if any, is called
-    before each step, to run the draft once for all unfinished rows: it gets their candidates so far, by index in
-    `rows`. If it returns `False`, all chains end."""
-    chains: dict[int, Chain] = {}
-    going, goes_on = list(range(len(rows))), None
+    """Draft a chain with each coroutine among `rows` (`drafting`), all step by step together; other rows have their
+    chain already. `prepare`, if any, is called before each step, to run the draft once for all unfinished rows: it gets
+    their candidates so far, by index in `rows`. If it returns `False`, all chains end."""
+    chains = {place: row for place, row in enumerate(rows) if isinstance(row, Chain)}
+    going, goes_on = {place: row for place, row in enumerate(rows) if not isinstance(row, Chain)}, None
     while going:
         candidates = {}
-        for place in going:
+        for place, row in list(going.items()):
             try:
-                candidates[place] = rows[place].send(goes_on)
+                candidates[place] = row.send(goes_on)
             except StopIteration as end:
                 chains[place] = end.value
-        going = list(candidates)
+                del going[place]
         goes_on = prepare is None or not going or prepare(candidates)
     return [chains[place] for place in range(len(rows))]
 

@@ -17,8 +17,9 @@ from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
-from hf_specdecpp.models.causal_lm import CausalLM, num_processes
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.foreign import foreign_code
+from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -79,23 +80,29 @@ class DraftingSession(ABC):
         """Called after each verification of a tree, with the accepted nodes (`path`, without the root)."""
 
 
-class RowsAlone:
-    """`Draft.batch` of drafts that cannot read several rows in one pass: each row's session runs the draft alone."""
+def by_id(logits: Tensor, vocab_size: int, ids: Tensor | None = None, num_ids: int = 0) -> Tensor:
+    """Return a draft's logits `[..., d]` as `[..., vocab_size]`, by token id: ids that the draft lacks get -inf. `ids`:
+    `[d]`, the token ids of the d logits, all below `num_ids`; `None`: 0, 1, ..., d - 1. Ids from `vocab_size` on are
+    cut, because the target's width may change at any time (`resize_token_embeddings`)."""
+    if ids is not None:
+        own, logits = logits, logits.new_full((*logits.shape[:-1], num_ids), float("-inf"))
+        logits[..., ids] = own
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits[..., :vocab_size] if missing else logits
 
-    def run_draft(self, _asking: dict[int, list[Tensor]]) -> None:
-        """Does nothing: `propose_next` of each row runs the draft."""
 
-    def select(self, _places: Sequence[int]) -> None:
-        """Does nothing: the rows have no common state."""
-
-
-def check_beside(target: CausalLM) -> None:
-    """Raise `ValueError` if `target` is spread over several processes: for drafts that use the target's embeddings."""
-    if (processes := num_processes(target)) > 1:
-        raise ValueError(
-            f"{type(target).__name__} is spread over {processes} processes, which would have to draft each token "
-            "together, since the draft uses its embeddings. Use an independent draft."
-        )
+def slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
+    """Make an LM head from copies of the rows `token_ids` of `head`, which may be quantised: the copy is not."""
+    with torch.no_grad():
+        weight = rows_of(head, token_ids) if is_quantised(head) else head.weight[token_ids]
+        bias = getattr(head, "bias", None)  # an adapter around a quantised head has none
+        small = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        small.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            small.bias = nn.Parameter(bias[token_ids], requires_grad=False)
+    return small
 
 
 class Draft:
@@ -120,7 +127,7 @@ class Draft:
     agreement: Sequence[float] = ()  # share of candidates equal to the target's choice, by position
     shares_cache = False  # whether its sessions read the target's own cache (`DraftingSession.bind_cache`)
     max_length = float("inf")  # number of tokens in the longest sequence that the draft can read
-    # Identity of the draft at its capture, and the copy that drafts in captured rounds, if any.
+    # Identity of the draft when its copy for captured rounds was made, and that copy, if any (`captured_copy`).
     captured: tuple[list[Any], Any] | None = None
 
     @property
@@ -143,17 +150,19 @@ class Draft:
         """Make the session of one sequence; `vocab_size` is the width of the target's logits."""
         return self.session_class(self, vocab_size)
 
-    def round_steps(self, vocab_size: int) -> RoundSteps | None:
-        """The draft steps to capture in CUDA graphs of whole rounds; `None` if this draft is not captured."""
-        return None if self.captured_copy is None else self.steps_class(self.captured_copy, vocab_size)
+    def round_steps(self, vocab_size: int, fuse: bool) -> RoundSteps | None:
+        """The draft steps to capture in CUDA graphs of whole rounds, of `captured_copy`; `None` without a copy."""
+        copied = self.captured_copy(fuse)
+        return None if copied is None else self.steps_class(copied, vocab_size)
 
     def row_session(self, vocab_size: int) -> DraftingSession:
         """Make the session of one row of a batch."""
         return self.session(vocab_size)
 
     def batch(self, rows: Sequence[Any]) -> Any:
-        """Make the object that runs the draft for all rows of a batch (as `BatchSession`). `rows`: their sessions."""
-        return RowsAlone()
+        """Make the object that runs the draft for all rows of a batch (`BatchSession`), given their sessions `rows`;
+        `None` if each session runs it alone."""
+        return None
 
     @property
     def tree_reader(self) -> CausalLM | None:
@@ -164,53 +173,48 @@ class Draft:
     def renew(self) -> None:
         """Called before each generation: update copies of the target's weights, which may be in training."""
 
-    def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        """Called before each generation. If `wanted` (`graphs="auto"`) and possible, set `captured` to a copy of the
-        draft for rounds captured as CUDA graphs; `fuse`: compile its small operations (`compile`)."""
-        if not wanted or not graphs.can_capture(self.device):
-            self.captured = None
-            return
+    def captured_copy(self, fuse: bool) -> Any:
+        """The copy of the draft for rounds captured as CUDA graphs, made anew if the draft or `fuse` has changed;
+        `None` if it cannot be captured. `fuse`: compile its small operations (`compile`)."""
+        if not graphs.can_capture(self.device):
+            return None
         now = [fuse, *identity({name: each for name, each in vars(self).items() if name != "captured"})]
-        if self.captured is None or self.captured[0] != now:
+        found = self.captured  # another thread may replace it
+        if found is None or found[0] != now:
             self.captured = None  # so that the copy has none
             code = next(foreign_code(self.model), None)
             reason = self.why_not_captured() if code is None else f"it runs {code.name}, which a graph would not call"
-            self.captured = now, self.for_capture(fuse) if reason is None else None
+            self.captured = found = now, self.for_capture(fuse) if reason is None else None
             if reason is not None:
                 self.give_up(reason)
+        return found[1]
 
     def why_not_captured(self) -> str | None:
         """Why rounds with this draft cannot be captured; `None` if no reason is known."""
         return None
 
     def for_capture(self, fuse: bool) -> Any:
-        """Make a copy of the draft for captured rounds; `fuse` as in `capture_steps`."""
+        """Make a copy of the draft for captured rounds; `fuse` as in `captured_copy`."""
         return None
 
     def give_up(self, reason: str) -> None:
-        """Do not capture this draft until the draft or `fuse` changes (`capture_steps`), and warn with `reason`."""
+        """Do not capture this draft until the draft or `fuse` changes (`captured_copy`), and warn with `reason`."""
         self.captured = None if self.captured is None else (self.captured[0], None)
         logger.warning(
             f"Rounds with {type(self.model).__name__} cannot be captured as CUDA graphs here ({reason}), so they run "
             'one kernel after another: the same texts, more slowly. Set graphs="off", and nothing is tried.'
         )
 
-    @property
-    def captured_copy(self) -> Any:
-        """The copy of the draft that drafts in captured rounds, or `None`."""
-        return None if self.captured is None else self.captured[1]
-
 
 class StateDraft(Draft):
     """Base class of drafts that read the target's hidden states and use its embeddings, and that no `Drafter` can run.
-    `model` is their module, `reader` becomes `reads`. `ValueError` for a target on several processes."""
+    `model` is their module, `reader` becomes `reads`."""
 
     model: Any
     draft_vocab = None  # all tokens
     reads: Any = None
 
-    def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
-        check_beside(target)
+    def __init__(self, model: Any, reader: Any) -> None:
         self.model, self.reads = model, reader
         self.hidden_size, self.embedding_size = int(reader.hidden_size), int(reader.embedding_size)
 

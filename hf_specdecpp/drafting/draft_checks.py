@@ -35,29 +35,20 @@ def check_can_draft(model: CausalLM) -> None:
         raise ValueError(f"{name} {reason}, so it cannot draft. Use a draft whose layers all use attention.")
 
 
-def check_fusion(fusion: StateReader, drafter: Any) -> None:
-    """Raise `ValueError` unless the fusion was made for hidden states and embeddings of the sizes of `drafter`."""
-    theirs = fusion.hidden_size, fusion.embedding_size
-    if theirs != (ours := (drafter.hidden_size, drafter.embedding_size)):
-        raise ValueError(
-            f"The fusion reads states of {theirs[0]} and embeddings of {theirs[1]} numbers; the draft has {ours[0]} "
-            f"and {ours[1]}. It was trained for another target."
-        )
-
-
-def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
-    """Raise `ValueError` unless the head was trained for hidden states and embeddings of the sizes of `drafter`."""
-    sizes = ("hidden_size", "embedding_size") if head.inputs == "before" else ("hidden_size",)
-    ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (head, drafter))
+def check_sizes(part: AcceptanceHead | StateReader, drafter: Any, draft_name: str) -> None:
+    """Raise `ValueError` unless a head or fusion was made for states and embeddings of the sizes of `drafter`."""
+    reads_embeddings = getattr(part, "inputs", "before") == "before"  # all fusions do
+    sizes = ("hidden_size", "embedding_size") if reads_embeddings else ("hidden_size",)
+    ours, theirs = ({size: getattr(each, size) for size in sizes} for each in (part, drafter))
     if ours != theirs:
         raise ValueError(
-            f"The acceptance head was trained for {ours} but draft {draft_name} has {theirs}, so it cannot "
-            "read the draft's states. Load the draft that it was trained with, or train a head for this one."
+            f"The {type(part).__name__} was trained for {ours} but the draft, {draft_name}, has {theirs}, so it cannot "
+            "read the draft's states. Load the draft that it was trained with, or train one for this draft."
         )
 
 
 def check_logits(drafter: Any) -> None:
-    """Raise `ValueError` unless `drafter` (a `DraftModel`), which calls decoder and LM head separately, computes the
+    """Raise `ValueError` unless `drafter` (a `Drafter`), which calls decoder and LM head separately, computes the
     logits of the model's own forward pass, up to rounding. Compares the logits after one token."""
     model = drafter.model
     probe = torch.zeros((1, 1), dtype=torch.long, device=drafter.device)
@@ -65,18 +56,12 @@ def check_logits(drafter: Any) -> None:
         try:
             expected = read(probe).logits[0, -1].float()
             hidden = drafter.hidden_states(probe, **positions_of(drafter._decoder, probe))[0, -1]
-        except Exception as failure:  # models with other inputs than tokens raise errors of any class
+            actual = drafter.head_logits(hidden)
+        except Exception as failure:  # of any class, with other inputs than tokens or layers before the LM head
             raise ValueError(
-                f"{type(model).__name__} does not read a token by itself ({type(failure).__name__}: "
-                f"{failure}), so it cannot draft. Use another model."
+                f"{type(model).__name__} does not read a token by itself, or has layers between its decoder and its LM "
+                f"head ({type(failure).__name__}: {failure}), so it cannot draft. Use another model."
             ) from failure
-        if hidden.shape[-1] != drafter.hidden_size:
-            raise ValueError(
-                f"The LM head of {type(model).__name__} reads vectors of {drafter.hidden_size} numbers and its "
-                f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not "
-                "know. Use another model."
-            )
-        actual = drafter._head_logits(model.get_output_embeddings(), hidden)
     # Inkling drops rows that pad its head, and a model on several devices returns logits on its first one.
     actual = actual[: len(expected)].to(expected.device)
     tolerance = 1e-3 if drafter.dtype in (torch.float32, torch.float64) else 5e-2

@@ -1,45 +1,26 @@
-"""A draft model in a batch: one `RowSession` for each row, and one cache for all (`BatchSession`)."""
+"""A draft model's passes over all rows of a batch (`BatchSession`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.batches import BatchContext
-from hf_specdecpp.drafting.draft_model import ModelSession
 from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
-
-
-class RowSession(ModelSession):
-    """A draft model's session for one row of a batch. `BatchSession` runs the draft for all rows, and stores the row's
-    next logits `[vocab_size]` and hidden state in `found`. `num_dropped`: number of the row's last tokens in the cache
-    that were rejected and are not removed yet."""
-
-    found: tuple[Tensor, Tensor]
-    num_dropped = 0
-
-    def _keep(self, count: int, of: int) -> None:
-        self.num_dropped += of - count
-
-    def store(self, logits: Tensor, hidden: Tensor) -> None:
-        """Called after a pass over the tokens of `next_tokens`, with logits and hidden state at the last of them."""
-        self.found, self._own_states = (logits, hidden), {0: hidden}
-
-    def propose_next(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """As in `DraftingSession`: returns the result of `BatchSession.run_draft`, which was called before."""
-        return self.found
 
 
 class BatchSession:
     """Runs a draft model for all rows of a batch, with one cache; `ValueError` if it has layers that are not attention.
+    `rows`: their sessions (`drafter.RowSession`).
 
     Each pass is over all rows that still draft in this round. In a round's first pass rows have different numbers of
     unread tokens, so shorter rows are padded on the left with dummies; a row that does not draft has dummies only."""
 
-    def __init__(self, rows: Sequence[RowSession]) -> None:
+    def __init__(self, rows: Sequence[Any]) -> None:
         self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter
         cache = DynamicCache(config=self.drafter.text_config)
         self.context = BatchContext(self.drafter.model, cache, len(rows))

@@ -93,7 +93,7 @@ class AcceptanceHead(nn.Module):
     def __init__(
         self, hidden_size: int, num_blocks: int = 3, tied: bool = False, inputs: str = "after",
         embedding_size: int | None = None, rank: int = 64, siblings: int | None = None,
-        calibration: dict[str, Any] | None = None,
+        calibration: dict[str, dict[str, Any]] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if inputs not in LAGS:

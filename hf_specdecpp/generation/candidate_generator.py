@@ -95,7 +95,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         chains = why_chains(setup, target, captures, self.processing)
         decided = setup.decided(target, verification, self.corrections is not None, chains)
         self.stats = SpeculationStats(remedies=setup.remedies, decided=decided)
-        self.round_steps = setup.drafter.round_steps(self.vocab_size) if captures else None
+        fuse = setup.speculation.compile
+        self.round_steps = setup.drafter.round_steps(self.vocab_size, fuse) if captures else None
         self.plan: Plan | None = plan_of(setup, target, generation_config, captures, trees=chains is None)
         how = self.session, self.draft_processing, self.randomness, self.eos_token_ids
         self.method: ChainDrafting | TreeDrafting

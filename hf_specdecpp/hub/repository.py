@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.config.value_checks import check_arguments
+from hf_specdecpp.config.value_checks import check_values, hints_of
 from hf_specdecpp.draft_kinds import known
 from hf_specdecpp.draft_kinds.checkpoints import as_described, read_module
 from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Parts
@@ -83,9 +83,9 @@ def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead
 def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHead:
     """Load a head, given the `arguments` of `AcceptanceHead` and the file of its weights; see `read_module`."""
     with as_described("acceptance head"):
-        check_arguments(AcceptanceHead.__init__, arguments)  # first, so that `calibration` is a dict below
+        check_values(arguments, hints_of(AcceptanceHead.__init__))
         for each in (arguments.get("calibration") or {}).values():
-            check_arguments(Calibration, each)
+            check_values(each, hints_of(Calibration))
     return read_module(AcceptanceHead, "acceptance head", arguments, path, hint)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_forward, inner_decoder, num_processes
+from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_forward, inner_decoder
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.foreign import is_foreign
 from hf_specdecpp.models.quantised import states_of
@@ -57,8 +57,6 @@ def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
         return "shares keys and values between layers, so a subset of its layers is not a model"
     if getattr(config, "hidden_size_per_layer_input", 0):
         return "has embeddings for each of its layers in one table, so a subset of its layers is not a model"
-    if (processes := num_processes(target)) > 1:
-        return f"is spread over {processes} processes, which would have to draft each token of its layers together"
     if target.device.type == "meta" and getattr(target, "_hf_hook", None) is not None:  # else a model without weights
         return "is offloaded, so each layer of a draft made of its layers would be loaded for each drafted token"
     return None

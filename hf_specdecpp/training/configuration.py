@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.config.value_checks import check_types, did_you_mean, with_checked_names
+from hf_specdecpp.config.value_checks import check_values, did_you_mean, hints_of, with_checked_names
 from hf_specdecpp.draft_kinds.draft_kind import DraftKind
 from hf_specdecpp.draft_kinds.known import kind_to_train, ready_made
 from hf_specdecpp.files import Repository
@@ -262,13 +262,14 @@ class TrainingConfig(Section):
 
     def validate(self) -> None:
         """Raise `ValueError` for the first invalid setting."""
-        check_types(self)
+        check_values({each.name: getattr(self, each.name) for each in fields(self)}, hints_of(TrainingConfig))
         for name in ("target", "output"):
             if not getattr(self, name):
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
         refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
         SpeculationConfig(**self.speculation)
         for section in (self.rollouts, self.distill, self.head, self.evaluation):
+            check_values(vars(section), hints_of(type(section)), section.path)
             for each in fields(section):
                 name, value = f"{section.path}{each.name}", getattr(section, each.name)
                 if "least" in each.metadata and value is not None and value < each.metadata["least"]:

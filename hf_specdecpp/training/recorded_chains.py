@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.masks import tree_inputs
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.files import load_tensors
@@ -95,7 +95,7 @@ class Recorder:
         drafter = self.assistant.ready_drafter()
         states = target_states(self.target, drafter, ids)
         drawing = Drawing(self.sampling, int(self.assistant.config.vocab_size or 0), generator)
-        reader, parts = DraftModel(self.target, shares_target=True), []
+        reader, parts = Drafter(self.target, shares_target=True), []
         branching = [drafter.model] if drafter.blocks_after is None else []  # a block draft reads no candidates
         for group in together(starts, *branching, self.target):
             drafted = draft_chains(drafter, ids, states, group, MAX_TOKENS, drawing)
@@ -220,16 +220,14 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
     if drafter.reads is None:
         return None
     # Outside the hooks below: the constructor runs a pass over one token.
-    reader = DraftModel(target, shares_target=True)
+    reader = Drafter(target, shares_target=True)
     with TargetStates(target, drafter.reads) as caught:
         reader.hidden_states(torch.tensor([ids], device=input_device(target)))
         return caught.states_of()
 
 
 @torch.no_grad()
-def target_probabilities(
-    reader: DraftModel, ids: list[int], starts: Tensor, tokens: Tensor, drawing: Drawing
-) -> Tensor:
+def target_probabilities(reader: Drafter, ids: list[int], starts: Tensor, tokens: Tensor, drawing: Drawing) -> Tensor:
     """Return p `[c, k]` of each candidate in `tokens` `[c, k]`, given the earlier candidates of its chain. `reader`
     runs the target; `ids` and `starts` are as in `draft_chains`."""
     device = reader.device
@@ -255,7 +253,7 @@ class BranchingText:
 
     A conditioned draft takes the target's `states`, `[1, length or more, width]`, and cannot read the first token."""
 
-    def __init__(self, reader: DraftModel, ids: list[int], states: Tensor | None = None) -> None:
+    def __init__(self, reader: Drafter, ids: list[int], states: Tensor | None = None) -> None:
         self.reader, self.length, self.first = reader, len(ids), int(states is not None)
         self.cache = DynamicCache(config=reader.text_config)
         self.cache.activate_past_recording()  # sliding windows must not drop tokens that earlier branches attend to

@@ -105,7 +105,7 @@ def test_names(name: str, meant: str | None, target: CausalLM) -> None:
         SpeculationConfig(**given)
     with pytest.raises(AttributeError, match=f"There is no setting {says}"):
         setattr(SpeculationConfig(), name, 1)
-    with pytest.raises(TypeError, match=f"There is no option {says}"):
+    with pytest.raises(TypeError, match=f"There is no option {says}".replace(r"\.", " for draft='lookup'\\.", 1)):
         assist(target, "lookup", **given)
     meaning = rf"\. Did you mean {meant}\?" if meant else ""
     with pytest.raises(ValueError, match=rf"Unknown setting speculation\.{name}\. speculation takes .*{meaning}"):
@@ -169,7 +169,7 @@ def test_options(how: str, options: dict[str, Any], says: str, target: CausalLM)
 @pytest.mark.parametrize("draft", ["lookup", "auto"])
 @pytest.mark.parametrize("options", [{"adapter": "org/x"}, {"draft_vocab": [1]}, {"merge": False}], ids=str)
 def test_options_that_would_do_nothing(draft: str, options: dict[str, Any], target: CausalLM) -> None:
-    with pytest.raises(TypeError, match=f"{next(iter(options))}: not for draft='{draft}'. Its options are head, s"):
+    with pytest.raises(TypeError, match=f"There is no option {next(iter(options))} for draft='{draft}'"):
         assist(target, draft, **options)
 
 
@@ -214,7 +214,7 @@ def test_reads(reads: Any, target: CausalLM) -> None:
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"targt": None}, r"targt: no such option. Did you mean target\? There are target, speculation, default, revision"),
+    ({"targt": None}, r"There is no option targt. Did you mean target\? There are target, speculation, default"),
     ({"revison": "v1"}, r"Did you mean revision\?"),
     ({"revision": 3}, "revision=3 must be text"),
     ({"local_files_only": "yes"}, "must be true or false"),

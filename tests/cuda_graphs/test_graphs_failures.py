@@ -58,7 +58,7 @@ def test_a_passing_error_is_tried_again(
     assert torch.equal(generate(target, assistant, max_new_tokens=8), plain)
     assert str(error).partition(". ")[0] in str(assistant.stats.uncaptured)
     assert assistant.stats.decided["rounds"] != "captured"
-    assert assistant.ready_drafter().captured_copy is not None
+    assert assistant.ready_drafter().captured[1] is not None
     assert not captured_target(target).busy
     assert torch.equal(generate(target, assistant, max_new_tokens=8), plain)
     assert (assistant.stats.uncaptured, assistant.stats.decided["rounds"]) == (None, "captured")
@@ -74,7 +74,7 @@ def test_any_other_error_is_a_verdict(place: int, pretended: Counter[str], monke
         generate(target, assistant, max_new_tokens=6)
         if place < 2:
             assert assistant.stats.decided["rounds"] != "captured"
-    assert (assistant.ready_drafter().captured_copy is None) == (place == 1)
+    assert (assistant.ready_drafter().captured[1] is None) == (place == 1)
     assert (captured_target(target).why_not is not None) == (place == 0)
 
 

@@ -402,9 +402,9 @@ def test_parts_of_a_draft_that_are_moved_are_captured_anew(part: str) -> None:
     else:
         drafter = Drafter(target, None if part == "model" else torch.arange(40))
     with pretend_graphs():
-        drafter.capture_steps(True, False)
+        drafter.captured_copy(False)
         before = drafter.captured
-        drafter.capture_steps(True, False)
+        drafter.captured_copy(False)
         assert drafter.captured is before is not None
         moved: Any = getattr(drafter, part)
         if isinstance(moved, Tensor):
@@ -412,5 +412,5 @@ def test_parts_of_a_draft_that_are_moved_are_captured_anew(part: str) -> None:
         else:
             for each in moved.parameters():
                 each.data = each.data.clone()
-        drafter.capture_steps(True, False)
+        drafter.captured_copy(False)
         assert drafter.captured is not before

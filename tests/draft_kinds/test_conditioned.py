@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Model
-from hf_specdecpp.drafting.draft_model import DraftSession
+from hf_specdecpp.drafting.drafter import DraftSession
 from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates

@@ -189,7 +189,9 @@ def test_head_of_another_draft(folder: Path) -> None:
     wide = AcceptanceHead(64, num_blocks=2)
     save_file(wide.state_dict(), folder / HEAD)
     repos.change_json(folder / "config.json", head=wide.to_config())
-    expected = r"trained for \{'hidden_size': 64\} but draft layers 0, 1 of 'org/target' has \{'hidden_size': 32\}"
+    expected = (
+        r"trained for \{'hidden_size': 64\} but the draft, layers 0, 1 of 'org/target', has \{'hidden_size': 32\}"
+    )
     with pytest.raises(ValueError, match=expected):
         load(folder)
 
@@ -321,7 +323,7 @@ def test_adapters_that_inspect_calls_sound_can_be_loaded(folder: Path, every: in
 
 
 def test_unknown_argument(folder: Path) -> None:
-    with pytest.raises(TypeError, match="revison: no such option. Did you mean revision"):
+    with pytest.raises(TypeError, match="There is no option revison. Did you mean revision"):
         load(folder, revison="v1")
 
 

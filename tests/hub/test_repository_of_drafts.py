@@ -150,9 +150,9 @@ def test_a_folder_of_a_repository(hub: HubServer, target: PreTrainedModel, tmp_p
 def test_options_that_concern_no_repository(target: PreTrainedModel) -> None:
     cases: dict[str, dict[str, Any]] = {"auto": {"revision": "v1"}, "lookup": {"cache_dir": "x"}}
     for draft, options in cases.items():
-        with pytest.raises(TypeError, match=f"{next(iter(options))}: not for draft='{draft}'. Its options are"):
+        with pytest.raises(TypeError, match=f"There is no option {next(iter(options))} for draft='{draft}'. There are"):
             assist(target, draft, **options)
     with pytest.raises(TypeError, match="revision, subfolder: for a draft given by name, not a model object"):
         assist(target, partly_agreeing(target), revision="v1")
-    with pytest.raises(TypeError, match=r"revison: no such option\. Did you mean revision\?"):
+    with pytest.raises(TypeError, match=r"There is no option revison\. Did you mean revision\?"):
         SpecDecPPAssistant.from_draft("org/small", target, revison="v1")  # type: ignore[call-arg]

@@ -23,7 +23,7 @@ from support.targets.models import partly_agreeing, prompt, quiet_later_layers, 
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models import early_exit
 from hf_specdecpp.models.causal_lm import base_model
 
@@ -164,8 +164,8 @@ TRAINERS: dict[str, Callable[..., Any]] = {"grpo": grpo, "online_dpo": online_dp
 def out_of_date(helper: SpecDecPPAssistant, model: Any) -> float:
     """How far the logits of a draft of the policy's own layers are from those of these layers as they are now."""
     ids, drafter = prompt(6), helper.ready_drafter()
-    now = DraftModel(early_exit.early_exit(copy.deepcopy(model), 2), drafter.draft_vocab)
-    logits = [each.vocab_logits(each.hidden_states(ids)) for each in (drafter, now)]
+    now = Drafter(early_exit.early_exit(copy.deepcopy(model), 2), drafter.draft_vocab)
+    logits = [each.head_logits(each.hidden_states(ids)) for each in (drafter, now)]
     return float((logits[0] - logits[1]).abs().max())
 
 
@@ -201,7 +201,7 @@ def test_copied_layers_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_rows_that_stay_behind_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the LM head a draft with its own vocabulary has rows of its own."""
-    monkeypatch.setattr(DraftModel, "renew", lambda drafter: None)
+    monkeypatch.setattr(Drafter, "renew", lambda drafter: None)
     errors = train(tmp_path, MAKERS["part"]).errors
     assert errors[0] < 1e-5 < 1e-2 < errors[1] < errors[2]
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.generation.entry.attached import check_reading
 from hf_specdecpp.generation.refusals import check_inputs
 from hf_specdecpp.models import foreign
@@ -160,7 +160,7 @@ def test_a_head_in_half_precision_after_a_stream_in_float32(dtype: torch.dtype) 
 def test_drafts_that_need_an_image(family: str) -> None:
     model = tiny_of(family, kind="image")
     with pytest.raises(ValueError, match="does not read a token by itself.*it cannot draft"):
-        DraftModel(model, shares_target=True)
+        Drafter(model, shares_target=True)
 
 
 def test_layers_in_several_lists() -> None:

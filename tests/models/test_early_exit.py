@@ -78,7 +78,7 @@ def train(target: CausalLM) -> None:
 
 def logits_of(drafter: Any) -> Tensor:
     with torch.no_grad():
-        return drafter.vocab_logits(drafter.hidden_states(torch.tensor([[3, 4, 5]])))
+        return drafter.head_logits(drafter.hidden_states(torch.tensor([[3, 4, 5]])))
 
 
 @pytest.mark.parametrize("part", ["layers", "rows of the head", "adapter beside them"])

@@ -222,7 +222,7 @@ def test_a_quantised_lm_head(name: str, kind: str) -> None:
         hidden = torch.randn(3, SHAPE["hidden_size"])
         error = 0.05 if multiplies_in_half(target) else 1e-4
         expected = target.lm_head(hidden)[:, VOCAB].float()
-        torch.testing.assert_close(drafter.vocab_logits(hidden), expected, rtol=error, atol=error)
+        torch.testing.assert_close(drafter.head_logits(hidden), expected, rtol=error, atol=error)
 
 
 def test_an_adapter_cannot_stand_beside_quantised_embeddings(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from support.targets.outputs import assert_same
 from support.targets.zoo import tiny_of
 from torch import Tensor
 
-from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models import target_states
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
@@ -153,7 +153,7 @@ def test_several_states_a_token_are_refused() -> None:
 @pytest.mark.parametrize("family", ["electra", "rembert"])
 def test_layers_between_hidden_states_and_head(family: str) -> None:
     with pytest.raises(ValueError, match="reads vectors of [0-9]+ numbers and its hidden states have 32.*in between"):
-        DraftModel(tiny_of(family), shares_target=True)
+        Drafter(tiny_of(family), shares_target=True)
 
 
 def test_a_target_that_reads_one_token_at_a_time() -> None:

@@ -11,7 +11,7 @@ from support.targets.models import assistant_of, prompt, tiny
 from support.targets.watchers import heard
 
 from hf_specdecpp.config.costs import Costs, DraftWork
-from hf_specdecpp.drafting.draft_model import ModelSession
+from hf_specdecpp.drafting.drafter import ModelSession
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput import plan

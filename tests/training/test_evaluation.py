@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.draft_model import DraftSession
+from hf_specdecpp.drafting.drafter import DraftSession
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.estimation.metrics import ece

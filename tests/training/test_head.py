@@ -19,8 +19,7 @@ from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.draft_model import DraftSession
-from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.drafter import Drafter, DraftSession
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.estimation.metrics import binary_kl
 from hf_specdecpp.models.target_states import TargetStates

@@ -255,7 +255,7 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
     ({"rollouts": {"max_prompts": 1}}, "rollouts.max_prompts=1 must be a whole number of at least 2"),
     ({"rollouts": {"data": "prompts.jsonl"}}, "rollouts.data='prompts.jsonl' must be a list, each item text"),
     ({"layers": [0, "last"]}, r"layers=\[0, 'last'\] must be a whole number or a list, each item a whole number"),
-    ({"head": 64}, "head=64 must be a mapping"),
+    ({"head": 64}, "head=64 must be a HeadConfig"),
     ({"distill": {"learning_rate": "nan"}}, "distill.learning_rate=nan must be a number"),
     ({"distill": {"bf16": "yes"}}, "distill.bf16='yes' must be true or false"),
     ({"rollouts": {"temperature": 1.0}}, "Unknown setting rollouts.temperature. rollouts takes .*temperatures"),

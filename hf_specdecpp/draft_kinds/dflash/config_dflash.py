@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Qwen3Config
 
-from hf_specdecpp.config.value_checks import CURE, check_layers, check_numbers, check_types
+from hf_specdecpp.config.value_checks import CURE, check_layers, check_numbers, check_values, hints_of
 from hf_specdecpp.draft_kinds import checkpoints
 
 TRANSFORMERS = "muse_glimmer_assistant"  # `model_type` of configs in transformers' format
@@ -41,7 +41,7 @@ class DFlashSettings:
     own_head: bool = False  # otherwise the draft uses the target's LM head
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_values(vars(self), hints_of(type(self)))
         check_numbers({**vars(self), "layer": {}})
         check_layers(self.layer)
         if not self.reads or self.places < 1:

@@ -16,8 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
-from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
-from hf_specdecpp.drafting.draft_model import by_id
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft, by_id
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
@@ -285,7 +284,7 @@ class DFlashDraft(StateDraft):
     session_class, steps_class = BlockSession, BlockSteps
 
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
-        super().__init__(model, model.reader, target)
+        super().__init__(model, model.reader)
         self.settings = model.settings
         self.block = self.places = model.settings.places
         self.embeddings = target.get_input_embeddings() if model.embed_tokens is None else model.embed_tokens

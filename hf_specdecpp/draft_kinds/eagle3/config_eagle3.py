@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from hf_specdecpp.config.value_checks import LAYER, check_layers, check_numbers, check_types, check_values, shown
+from hf_specdecpp.config.value_checks import LAYER, check_layers, check_numbers, check_values, hints_of, shown
 from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import DEFAULT_THETA, SPECULATORS, mapping
 
@@ -46,7 +46,7 @@ class Eagle3Settings:
     own_head: bool = True  # otherwise the draft uses the target's LM head
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_values(vars(self), hints_of(type(self)))
         check_numbers({**vars(self), "layer": {}})
         check_layers(self.layer, known=("model_type", *LAYER))
         if self.layer.get("vocab_size") is None:

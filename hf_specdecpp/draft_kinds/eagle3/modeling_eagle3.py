@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import Eagle3Settings
-from hf_specdecpp.drafting.draft import check_beside
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL, StateReader
@@ -145,7 +144,6 @@ class Eagle3Drafter(Drafter):
     tree_reader = None  # no trial needed: the attention (SDPA) of these layers accepts tree masks
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
-        check_beside(target)
         model.set_target(target)
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
 
@@ -153,11 +151,11 @@ class Eagle3Drafter(Drafter):
     def num_ids(self) -> int:
         return int(self.model.config.vocab_size)
 
-    def _head_of_draft_vocab(self) -> nn.Module | None:
-        return None if self.draft_vocab is None else self._head()
+    def _head_of_draft_vocab(self) -> None:
+        """`None`: the draft's own LM head has these tokens only."""
 
     def hidden_states(self, *read: Any, **inputs: Any) -> Tensor:
-        """As in `DraftModel`: the states that the next step reads, with `norm_output` those after the final norm."""
+        """As in `Drafter`: the states that the next step reads, with `norm_output` those after the final norm."""
         states = super().hidden_states(*read, **inputs)
         return self.model.norm(states) if self.model.settings.norm_output else states
 

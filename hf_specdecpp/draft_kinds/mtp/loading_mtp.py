@@ -84,7 +84,7 @@ class Mtp(PublishedKind):
         layers, target = parts.module, how.target
         made = [one_layer(tensors, place, target, layers.source) for place, tensors in enumerate(layers.tensors)]
         drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]
-        return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, target)
+        return drafters[0] if len(drafters) == 1 else MtpDraft(drafters)
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> MtpLayers:
         """As in `PublishedKind`: reads only the multi-token layers among the target's `tensors`. `ValueError`, with a

@@ -19,7 +19,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, last_rows
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
-from hf_specdecpp.drafting.drafter import Drafter, read, read_chain
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafting.model_steps import read, read_chain
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
 from hf_specdecpp.models.target_states import FINAL, StateReader
@@ -157,9 +158,9 @@ class MtpDraft(StateDraft):
     """Drafts chains with several multi-token layers: layer k (from 0) proposes candidate k, and the last layer also all
     further candidates."""
 
-    def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
+    def __init__(self, layers: Sequence[Drafter]) -> None:
         self.layers, self.first, self.max_length = list(layers), layers[0], layers[0].max_length
-        super().__init__(self.first.model, self.first.fusion, target)
+        super().__init__(self.first.model, self.first.fusion)
         self.cannot = {
             "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
             "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=False); a "
@@ -173,15 +174,11 @@ class MtpDraft(StateDraft):
     def session(self, vocab_size: int) -> DraftingSession:
         return LayersSession(self.layers, vocab_size)
 
-    def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        for layer in self.layers:
-            layer.capture_steps(wanted, fuse)
-
     def give_up(self, reason: str) -> None:
         self.first.give_up(reason)
 
-    def round_steps(self, vocab_size: int) -> LayerSteps | None:
-        copies = [layer.captured_copy for layer in self.layers]
+    def round_steps(self, vocab_size: int, fuse: bool) -> LayerSteps | None:
+        copies = [layer.captured_copy(fuse) for layer in self.layers]
         return None if None in copies else LayerSteps(copies, vocab_size)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.costs import DraftWork
-from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains, should_continue
+from hf_specdecpp.drafting.chain import Drafting, draft_chains, should_continue
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget
 from hf_specdecpp.generation.output_text import OutputText, Round
@@ -39,6 +39,7 @@ class BatchDrafts(Drafts):
         if times is not None:
             times.begin_round()
         generators = [text.generator for text in texts]
+        rows: list[Drafting | Chain]
         rows = [text.generator.draft_step_by_step(text.ids, text.states) for text in texts]
         read = max(each.session.unread for each in generators)
         if self.plan is not None:
@@ -53,18 +54,18 @@ class BatchDrafts(Drafts):
             chain.passes = each.session.passes
         return [*chains]
 
-    def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
+    def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting | Chain]) -> None:
         """In `rows`, replace the drafting coroutine of each row that looks up in this round by its looked-up chain."""
         lookups = [each.lookup for each in generators if each.lookup is not None]
         for place, count in enumerate(counts_of(lookups) if lookups else []):
             if count:
-                rows[place] = at_once(Chain(lookups[place].found.tokens[:count]))
+                rows[place] = Chain(lookups[place].found.tokens[:count])
 
-    def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[Chain]:
+    def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting | Chain]) -> list[Chain]:
         def prepare(asking: dict[int, list[Tensor]]) -> bool:
             rules = [rule for place in asking if (rule := generators[place].method.rule) is not None]
             goes_on = not any(asking.values()) or should_continue(rules, len(generators))
-            if goes_on:
+            if goes_on and self.together is not None:
                 self.together.run_draft(asking)
             return goes_on
 
@@ -77,4 +78,5 @@ class BatchDrafts(Drafts):
             each.text.generator.record_outcome(each.tree, each.result.path, each.text.before)
 
     def select(self, places: Sequence[int]) -> None:
-        self.together.select(places)
+        if self.together is not None:
+            self.together.select(places)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_specdecpp.draft_kinds.conditioned import Fusion
 from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import Eagle3Settings
 from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Model
-from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.quantised import is_quantised, rows_of
@@ -56,7 +56,7 @@ def observed(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Run the target over sequences `[1, n]`. Yields for each sequence of at least three tokens its tokens `[n]`, the
     states `[n, width]` for `reads`, and the states `[n, size]` that `last` records (size 0 without `last`); float32."""
-    reader, seen = DraftModel(target, shares_target=True), list[Tensor]()
+    reader, seen = Drafter(target, shares_target=True), list[Tensor]()
     with ExitStack() as hooks:
         if last is not None:
             hooks.callback(last.watch(seen).remove)
@@ -83,7 +83,7 @@ def fit_fusion(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Ten
     if layer == 0:
         return
     below = Fusion(fusion.hidden_size, fusion.embedding_size, [layer - 1])  # only names the states to record
-    reader, size = DraftModel(target, shares_target=True), fusion.hidden_size + fusion.embedding_size
+    reader, size = Drafter(target, shares_target=True), fusion.hidden_size + fusion.embedding_size
     squares, products = torch.zeros(size, size), torch.zeros(size, fusion.hidden_size)
     for ids, states, _ in observed(target, below, texts):
         final, wanted = states.cpu().split(fusion.hidden_size, dim=-1)
@@ -191,7 +191,7 @@ def _places(
     """For each sequence four float32 tensors `[n, ...]` on the CPU: at each token but the last, the states that fc
     reads and the target's final state; at the next token, its embedding and the input of the last layer's MLP norm.
     Outliers (`is_usual`) are excluded."""
-    reads, reader, catching = model.reader, DraftModel(target, shares_target=True), StateReader()
+    reads, reader, catching = model.reader, Drafter(target, shares_target=True), StateReader()
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     catching.reads = [*reads.reads, depth - 1]
     for ids, states, inputs in observed(target, catching, texts, last):

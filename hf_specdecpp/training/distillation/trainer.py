@@ -14,7 +14,6 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
-from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL, StateReader, TargetStates
@@ -183,7 +182,7 @@ class DistillationTrainer(Trainer):
         super().__init__(*args, **kwargs)
         # Trainer then passes the number of answer tokens of all micro-batches and processes.
         self.model_accepts_loss_kwargs = True
-        self.target = DraftModel(target, shares_target=True)
+        self.target = Drafter(target, shares_target=True)
         self.num_ids = target.get_output_embeddings().weight.shape[0]
         # Computes the target's logits for the draft's tokens only.
         self.teacher = Drafter(target, self.model.drafter.draft_vocab, shares_target=True)
@@ -203,7 +202,7 @@ class DistillationTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """The draft's loss, averaged over all answer tokens of a step. `ValueError` if the loss is not finite."""
-        answers, p_logits, states = self._read_target(inputs, self.teacher.vocab_logits)
+        answers, p_logits, states = self._read_target(inputs, self.teacher.head_logits)
         count = answers.sum() if num_items_in_batch is None else num_items_in_batch
         # DDP averages over the processes, but `count` is the sum over them.
         loss = model(inputs["input_ids"], answers, p_logits, states) / count * self.accelerator.num_processes

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.draft_model import DraftSession
+from hf_specdecpp.drafting.drafter import DraftSession
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL
 from hf_specdecpp.training.distillation.unrolling import unrolled

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafting.draft_model import DraftSession
+from hf_specdecpp.drafting.drafter import DraftSession
 from support.files.eagle3_files import VARIANTS
 from support.files.repos import PROMPT, files_of
 from support.runs.hub_server import HubServer
