@@ -22,19 +22,18 @@ from hf_specdecpp.trees.tree import DraftTree
 Verification = Literal["block", "token"]
 
 
-def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
-    """Return how many candidates of a chain are accepted, being the target's likeliest tokens, and the likeliest token
-    after them.
-
-    Args:
-        candidates: k tokens.
-        scores: `[k + 1, vocab]`, the target's processed logits at the place of each candidate and after the last.
-    """
-    choices = likeliest_tokens(scores)
-    accepted = 0
-    while accepted < len(candidates) and candidates[accepted] == choices[accepted]:
-        accepted += 1
-    return accepted, choices[accepted]
+def verify_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
+    """Accept nodes of a tree or a chain from the root down while they are the target's likeliest tokens. `likeliest`
+    returns the likeliest token after the root or an accepted node. Returns the accepted nodes without the root, and the
+    token after them."""
+    path: list[int] = []
+    node = 0
+    while True:
+        choice = likeliest(node)
+        if (child := tree.child(node, choice)) is None:
+            return path, choice
+        path.append(child)
+        node = child
 
 
 def verify_sampled(
@@ -236,19 +235,6 @@ def carried(ratios: Tensor) -> Tensor:
 # Trees. ------------------------------------------------------------------------------------------------------------
 
 
-def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
-    """Accept nodes from the root down while they are the target's likeliest tokens. `likeliest` returns the likeliest
-    token after the root or an accepted node. Returns the accepted nodes, and the token after them."""
-    path: list[int] = []
-    node = 0
-    while True:
-        choice = likeliest(node)
-        if (child := tree.child(node, choice)) is None:
-            return path, choice
-        path.append(child)
-        node = child
-
-
 def verify_tree(
     tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomness, verification: Verification
 ) -> tuple[list[int], int]:
@@ -318,7 +304,7 @@ def child_tests(
 
 
 def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[int], int]) -> tuple[list[int], int]:
-    """Continue a verified `path` and `token` along looked-up candidates; return the longer path and its next token.
+    """Continue a sampled `path` and `token` along looked-up candidates; return the longer path and its next token.
 
     A looked-up candidate is accepted if it equals the token drawn from the target's distribution: first `token`, then
     the token drawn after that candidate, and so on. `draw` draws a token after a node, and is called for accepted nodes

@@ -14,7 +14,7 @@ from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer, ThresholdSchedule, grow_by_level, grow_exactly
 from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import likeliest_tokens, verify_tree, verify_tree_greedy
+from hf_specdecpp.trees.verification import likeliest_tokens, verify_greedy, verify_tree
 
 VOCAB = 49152
 # Shares of the likeliest tokens. The draft reads two nodes of five of "bushy", and up to four of five of "long",
@@ -58,7 +58,7 @@ def one_round(
     tree = growth.tree
     TreePass(tree).upload(torch.device("cpu"))
     if randomness is None:
-        verify_tree_greedy(tree, lambda node: likeliest_tokens(draft.at(tuple(tree.path(node)))[None])[0])
+        verify_greedy(tree, lambda node: likeliest_tokens(draft.at(tuple(tree.path(node)))[None])[0])
     else:
         verify_tree(tree, lambda node: draft.at(tuple(tree.path(node))).softmax(-1), randomness, "block")
     return time.process_time() - begin, tree
