@@ -198,9 +198,6 @@ class AcceptanceRates:
                     counts[row, following] += 1.0
                     self.accepted[following] += was_accepted
                 row, counts = following, self.siblings
-        return self._end_round()
-
-    def _end_round(self) -> bool:
         self.rounds += 1
         fades = self.rounds % FIT_EVERY == 0
         if fades:

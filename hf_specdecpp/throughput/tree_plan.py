@@ -10,10 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from hf_specdecpp.config.costs import Floats
-from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.plan import Plan, seconds_ahead
+from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.trees.growth import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -41,7 +40,7 @@ class TreePlan(Plan, SlotValuation):
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # sums: further draws, 1 / t - 1, all draws, their a
         self.splits, self.mean_estimate = 2.0, 0.5
         self.limit, self.saved, self.refused = most, 0.0, ""
-        super().__init__(known, most, rates or AcceptanceRates(bin_count=PRIOR_COUNT))
+        super().__init__(known, most, rates=rates or AcceptanceRates(bin_count=PRIOR_COUNT))
 
     @property
     def most_now(self) -> int:
@@ -148,7 +147,6 @@ class TreePlan(Plan, SlotValuation):
             self.splits, self.mean_estimate = further / max(thresholds, 1e-3), acceptance / draws
 
     def _fit(self) -> None:
-        self._ahead = seconds_ahead(self.rates, self.seconds[: MOST_CANDIDATES + 1], lag=0)
         acceptance = self.rates.acceptance
         self._of_children: list[float] = (self.rates.following @ acceptance).tolist()
         self._of_siblings: list[float] = (self.rates.following_siblings @ acceptance).tolist()
