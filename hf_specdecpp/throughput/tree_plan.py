@@ -13,7 +13,7 @@ from hf_specdecpp.config.costs import Floats
 from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.trees.growth import Growth, SlotValuation
+from hf_specdecpp.trees.growth import Growth
 from hf_specdecpp.trees.tree import DraftTree
 
 SHAPE_MEMORY = 0.98  # weight of a round relative to the next, in the statistics of tree shapes
@@ -21,8 +21,8 @@ FIRST_NODES = 6  # most nodes of the first tree; doubled with each round, so tha
 THRESHOLDS = np.exp(-0.12 * np.arange(50))  # values tried for t, relative to the best slot's gain; down to 0.003
 
 
-class TreePlan(Plan, SlotValuation):
-    """The plan of trees, which also values slots and grows the trees.
+class TreePlan(Plan):
+    """The plan of trees, which also values slots (`Slots.expected`) and grows the trees.
 
     The gain of a slot is the expected number of tokens that a draw adds: the slot's value v times the acceptance a.
 
@@ -47,9 +47,10 @@ class TreePlan(Plan, SlotValuation):
         """The most nodes of the next tree: `FIRST_NODES`, doubled with each round with candidates, up to `limit`."""
         return min(FIRST_NODES << min(self.rounds, 10), self.limit)
 
-    def expected(self, parent: float | None, last: float | None, chance: float | None = None, /) -> float:
+    def expected(self, parent: float | None, last: float | None, chance: float | None = None) -> float:
+        """Expected acceptance at a slot before its draw; arguments as in `Slots`."""
         if chance is not None:
-            return self.calibrated(chance)
+            return self.rates.calibrated(chance)
         if last is not None:
             return self._of_siblings[bin_of(last)]
         return self._of_children[NO_VERDICT if parent is None else bin_of(parent)]
@@ -140,7 +141,7 @@ class TreePlan(Plan, SlotValuation):
 
     def _learn_shape(self, tree: DraftTree) -> None:
         if len(tree) > 1:
-            acceptance = sum(map(self.calibrated, tree.estimates[1:]))
+            acceptance = sum(map(self.rates.calibrated, tree.estimates[1:]))
             found = [len(tree) - 1, 1.0 / max(min(tree.values[1:]), 1e-3) - 1.0, len(tree), acceptance]
             self._shape = SHAPE_MEMORY * self._shape + found
             further, thresholds, draws, acceptance = self._shape.tolist()
