@@ -219,15 +219,12 @@ def as_tests(weights: Tensor) -> Tensor:
 
 
 def carries_of(ratios: Tensor, verification: Verification) -> Tensor:
-    """Return c_i, `[..., k + 1]`, from ratios `[..., k]`: those of `carried` for block verification, else 1."""
-    return carried(ratios) if verification == "block" else torch.ones_like(functional.pad(ratios, (1, 0)))
-
-
-def carried(ratios: Tensor) -> Tensor:
-    """c_0 = 1, c_i = min(1, c_{i-1} r_i), `[..., k + 1]`, from the ratios r_i `[..., k]`.
+    """c_0 = 1, c_i = min(1, c_{i-1} r_i), `[..., k + 1]`, from the ratios r_i `[..., k]`. Token by token all are 1.
 
     Example: [2, 0.5, 0.5, 4, 1] gives [1, 1, 0.5, 0.25, 1, 1]. With S_i the product of the first i ratios, c_i is S_i
     divided by the largest S_j with j <= i, which needs no loop."""
+    if verification == "token":
+        return torch.ones_like(functional.pad(ratios, (1, 0)))
     sums = functional.pad(ratios.log().cumsum(-1), (1, 0))
     return (sums - sums.cummax(-1).values).exp()
 
