@@ -236,7 +236,7 @@ class BatchPlan(ChainPlan):
         """Begin a round: decide whether the rows draft. `unread`, `left`: most unread, and further, tokens of a row."""
         gain = self.rate * self.plain**2 - self.plain
         can_read = not self.pays or self.costs.read * unread <= min(USUAL_TOKENS, left) * gain
-        self.begins = super().should_draft(unread) and (can_read or self.trial is not None)
+        self.begins = super().should_draft(unread) and can_read
 
     def should_draft(self, unread: int) -> bool:
         return self.begins
