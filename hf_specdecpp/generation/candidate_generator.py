@@ -35,7 +35,7 @@ from hf_specdecpp.throughput.known_costs import RoundTimes
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
-from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer, check_estimator
+from hf_specdecpp.trees.growth import Growth, Slots, check_estimator
 from hf_specdecpp.trees.shapes import size
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
@@ -307,8 +307,7 @@ class TreeDrafting:
         estimator = setup.estimator if self.shape is None else DraftProbability()  # for statistics only
         check_estimator(estimator)
         self.most = self.limit = self.config.most_drafted if self.shape is None else size(self.shape)
-        buffer = SoftmaxBuffer(self.most)
-        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=buffer, embed=session.embed)
+        self.slots = Slots(estimator, randomness, eos_token_ids, embed=session.embed)
         self.processing, self.pace = processing, growth.ThresholdSchedule()
         self.makes_chains = self.config.tree == "auto"
         self.throughput: TreePlan | None = None

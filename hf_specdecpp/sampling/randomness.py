@@ -79,7 +79,9 @@ class TorchRandomness:
     def categorical(self, probs: Tensor) -> Tensor:
         if probs.device.type != "cpu":
             return self._race(probs).indices
-        drawn = InBlocks(probs[None].clone(), greedy=False).draw_next(0)  # about 40 times faster for a vocabulary of 50k
+        drawn = InBlocks(probs[None].clone(), greedy=False).draw_next(
+            0
+        )  # about 40 times faster for a vocabulary of 50k
         if drawn is None:
             raise NothingToDrawError
         return torch.tensor(drawn[0], device="cpu")
