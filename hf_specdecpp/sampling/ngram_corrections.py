@@ -128,10 +128,10 @@ def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> list[tuple
 
 
 def _mixture(known: Successors, new: Successors) -> Successors:
-    """The likeliest of the stored and of the `new` successors of a context."""
-    both = {token: DECAY * p for token, p in known.items()}
-    for token, p in new.items():
-        both[token] = both.get(token, 0.0) + (1.0 - DECAY) * p
+    """The likeliest of the stored and of the `new` successors of a context; of equal ones the new."""
+    both = {token: (1.0 - DECAY) * p for token, p in new.items()}
+    for token, p in known.items():
+        both[token] = both.get(token, 0.0) + DECAY * p
     return dict(nlargest(MOST_LIKELY, both.items(), key=itemgetter(1)))
 
 
