@@ -201,8 +201,8 @@ class AcceptanceRates:
         self.rounds += 1
         fades = self.rounds % FIT_EVERY == 0
         if fades:
-            for counts in (self.transitions, self.siblings, self.estimated, self.accepted):
-                counts *= REMEMBERED
+            for table in (self.transitions, self.siblings, self.estimated, self.accepted):
+                table *= REMEMBERED
         if is_due := fades or self.rounds in FIRST_FITS:
             self.fit()
         return is_due
