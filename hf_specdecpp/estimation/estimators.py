@@ -165,8 +165,9 @@ class AcceptanceRates:
     def record_chain(self, estimates: Sequence[float], num_drafted: int, num_accepted: int) -> bool:
         """`observe_tree` for a chain, which is a tree of one branch. `estimates`: uncalibrated, of the first of its
         `num_drafted` candidates; the others, such as the last with `inputs="after"`, have none."""
-        known = [*estimates, *[None] * num_drafted][: min(num_drafted, num_accepted + 1)]
-        return self.observe_tree(([each], 0 if place < num_accepted else None) for place, each in enumerate(known))
+        known = [*estimates, *[None] * num_drafted][:num_drafted]
+        # Each candidate is the only child of the one before. Those after the first rejected one were not tested.
+        return self.observe_tree(zip(zip(known), [*[0] * num_accepted, None], strict=False))
 
     def observe_tree(self, families: Iterable[tuple[Sequence[float | None], int | None]]) -> bool:
         """Called after a round: count the tested candidates. After rounds 2, 4, 8, 16, 32 and every 64 `fit`, and
