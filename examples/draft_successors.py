@@ -22,7 +22,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.figures import median_of_ratios
-from hf_specdecpp.sampling.ngram_corrections import MixedProcessing, NgramCorrections, contexts_of
+from hf_specdecpp.sampling.ngram_corrections import Mixing, NgramCorrections, contexts_of
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.texts.prompts import read_prompts
 
@@ -33,13 +33,13 @@ CANDIDATES = 4  # of the timed round
 def price(target, assistant) -> None:
     """Microseconds of mixing and of learning, beside those of a draft step and of a round without it."""
     vocab = target.config.get_text_config().vocab_size
-    table, clock = NgramCorrections(vocab, torch.device("cpu")), computing_clock()
+    table, clock = NgramCorrections(vocab), computing_clock()
     logits = torch.randn(CANDIDATES + 1, vocab, generator=torch.Generator().manual_seed(0))
     text = torch.arange(8)[None]
     contexts = contexts_of(text, [list(range(place)) for place in range(CANDIDATES + 1)])
     table.record(contexts, logits)
     actions = {
-        1: partial(MixedProcessing(Processing([]), table, greedy=True).one, text, [], logits[0]),
+        1: partial(Processing([Mixing(table, greedy=True)]).one, text, [], logits[0]),
         2: partial(table.record, contexts, logits),
     }
     seconds = {name: min(repeat(action, timer=clock, number=1, repeat=200)) for name, action in actions.items()}
@@ -51,8 +51,7 @@ def price(target, assistant) -> None:
     print("|---|---|---|")
     print(f"| a draft step | {1e6 * step:.0f} | {1e6 * seconds[1]:.0f} |")
     print(f"| a round of {CANDIDATES} candidates | {1e6 * whole:.0f} | {1e6 * more:.0f} ({more / whole:.1%}) |")
-    taken = sum(each.nbytes for each in (table.keys, table.ids, table.probs))
-    print(f"\nThe table takes {taken / 1e6:.1f} MB.\n", flush=True)
+    print(flush=True)
 
 
 def rounds_without(target, assistant):

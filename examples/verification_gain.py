@@ -23,7 +23,7 @@ from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.growth import Growth, Slots, ThresholdSchedule, grow_by_level, grow_shape
 from hf_specdecpp.trees.shapes import make_shape
 from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.verification import block_tests, carried, chain_ratios, leftovers, token_weights
+from hf_specdecpp.trees.verification import block_tests, carries_of, chain_ratios, leftovers, token_weights
 
 sys.path.append(str(Path(__file__).parent / "replay"))
 from rounds import ends_at
@@ -41,7 +41,7 @@ def chain(length: int, noise: float) -> list[float]:
     p = logits.softmax(-1)
     q = (logits[:-1] + noise * torch.randn(length, VOCAB, dtype=torch.float64)).softmax(-1)
     ratios = chain_ratios(q.multinomial(1)[:, 0].tolist(), p, q)
-    carries, numbers = carried(ratios), torch.arange(1, length + 2, dtype=torch.float64)
+    carries, numbers = carries_of(ratios, "block"), torch.arange(1, length + 2, dtype=torch.float64)
     tests = block_tests(carries, leftovers(carries, p, q))
     by_block = tests * torch.cat(
         ((1.0 - tests).flip(0).cumprod(0)[:-1].flip(0), tests.new_ones(1))

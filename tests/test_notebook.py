@@ -21,7 +21,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 # Accepts whatever was drafted.
 MUTANT = """from hf_specdecpp.generation import output_text as verification
-verification.verify_greedy = lambda tokens, scores: (len(tokens), int(scores[-1].argmax()))"""
+verification.verify_greedy = lambda tree, likeliest: (tree.nodes_to(len(tree)), likeliest(len(tree)))"""
 
 
 def test_cells_are_python_and_what_they_import_exists() -> None:

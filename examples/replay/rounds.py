@@ -30,7 +30,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.texts.sampling import Sampling, seed_of
 from hf_specdecpp.training.recorded_chains import BranchingText, target_states
 from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import verify_tree_greedy
+from hf_specdecpp.trees.verification import verify_greedy
 
 STEPS = (0.05, 0.19)  # costs of a draft pass, in target passes, for the comparison
 Row = dict[str, Any]
@@ -101,7 +101,7 @@ class RoundReplay:
             tree = generator.propose(ids[:, :position], states=states)
             if self.branching is None:
                 following = [*self.text.ids[position:], -1]
-                path, _ = verify_tree_greedy(tree, lambda node: following[tree.depths[node]])  # noqa: B023 - called at once
+                path, _ = verify_greedy(tree, lambda node: following[tree.depths[node]])  # noqa: B023 - called at once
                 yield ReplayedRound(tree, len(path), len(path))
             else:
                 p = self._p(self.branching, tree, position)

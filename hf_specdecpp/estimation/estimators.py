@@ -162,56 +162,48 @@ class AcceptanceRates:
     def judged(self) -> float:
         return float(self.transitions.sum() + self.siblings.sum())
 
-    def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> bool:
-        """Called after a round: count the tested candidates of a chain. After rounds 2, 4, 8, 16, 32 and every 64
-        `fit`, and return `True`.
+    def record_chain(self, estimates: Sequence[float], num_drafted: int, num_accepted: int) -> bool:
+        """`observe_tree` for a chain, which is a tree of one branch. `estimates`: uncalibrated, of the first of its
+        `num_drafted` candidates; the others, such as the last with `inputs="after"`, have none."""
+        known = [*estimates, *[None] * num_drafted][:num_drafted]
+        # Each candidate is the only child of the one before. Those after the first rejected one were not tested.
+        return self.observe_tree(zip(zip(known), [*[0] * num_accepted, None], strict=False))
 
-        Example: the estimates are 0.5, 0.97, 0.3 and one candidate is accepted. The first counts as accepted in the bin
-        of 0.5, the second as rejected in the bin of 0.97 after the bin of 0.5; the third was not tested.
+    def observe_tree(self, families: Iterable[tuple[Sequence[float | None], int | None]]) -> bool:
+        """Called after a round: count the tested candidates. After rounds 2, 4, 8, 16, 32 and every 64 `fit`, and
+        return `True`.
+
+        First children count in `transitions` after their parents, others in `siblings` after the sibling before.
+        Candidates without an estimate are divided among the bins.
+
+        Example: the estimates of a chain are 0.5, 0.97, 0.3 and one candidate is accepted. The first counts as accepted
+        in the bin of 0.5, the second as rejected in the bin of 0.97 after the bin of 0.5; the third was not tested.
 
         Args:
-            estimates: uncalibrated estimates of the first candidates, in order. Candidates without an estimate, such as
-                the last with `inputs="after"`, are divided among the bins.
-            num_drafted, num_accepted: numbers of candidates."""
-        row = NO_VERDICT
-        for position in range(min(num_drafted, num_accepted + 1)):
-            was_accepted = position < num_accepted
-            if position < len(estimates):
-                following = bin_of(estimates[position])
-                self.estimated[following] += estimates[position]
-                self.transitions[row, following] += 1.0
-                self.accepted[following] += was_accepted
-                row = following
-            else:  # without an estimate: divide the count by the bins' probabilities given the last bin and the outcome
-                share = self.following[row] * (self.acceptance if was_accepted else 1.0 - self.acceptance)
-                share = share / share.sum()
-                self.estimated += share * CENTRES
-                self.transitions[row] += share
-                self.accepted += share * was_accepted
-                row = NO_VERDICT
-        return self._end_round()
-
-    def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
-        """`record_chain` for a tree. First children count in `transitions` after their parents, others in `siblings`
-        after the sibling before. `families`: from `DraftTree.judged`, for each reached node its children's estimates
-        and the rank of the accepted child."""
+            families: from `DraftTree.judged`, for each reached node its children's uncalibrated estimates, and the rank
+                of the accepted child."""
         row = NO_VERDICT
         for estimates, accepted in families:
             counts = self.transitions
             for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
-                following = bin_of(estimate)
-                self.estimated[following] += estimate
-                counts[row, following] += 1.0
-                self.accepted[following] += rank == accepted
+                was_accepted = rank == accepted
+                if estimate is None:  # by the bins' probabilities, given the last bin and the outcome
+                    share = self.following[row] * (self.acceptance if was_accepted else 1.0 - self.acceptance)
+                    share, following = share / share.sum(), NO_VERDICT
+                    self.estimated += share * CENTRES
+                    counts[row] += share
+                    self.accepted += share * was_accepted
+                else:
+                    following = bin_of(estimate)
+                    self.estimated[following] += estimate
+                    counts[row, following] += 1.0
+                    self.accepted[following] += was_accepted
                 row, counts = following, self.siblings
-        return self._end_round()
-
-    def _end_round(self) -> bool:
         self.rounds += 1
         fades = self.rounds % FIT_EVERY == 0
         if fades:
-            for counts in (self.transitions, self.siblings, self.estimated, self.accepted):
-                counts *= REMEMBERED
+            for table in (self.transitions, self.siblings, self.estimated, self.accepted):
+                table *= REMEMBERED
         if is_due := fades or self.rounds in FIRST_FITS:
             self.fit()
         return is_due

@@ -35,7 +35,7 @@ from hf_specdecpp.throughput.known_costs import RoundTimes
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
-from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, SoftmaxBuffer, check_estimator
+from hf_specdecpp.trees.growth import Growth, Slots, check_estimator
 from hf_specdecpp.trees.shapes import size
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
@@ -295,7 +295,6 @@ class TreeDrafting:
     Attributes:
         most, limit: the largest number of nodes of any tree, and of the next one if `throughput` is set.
         throughput: decides how far trees grow, and learns from rounds (`rule="throughput"`). `None`: a fixed budget.
-        rates: calibrates the estimates of dynamic trees with a fixed budget; `None`: raw estimates.
     """
 
     for_trees, rule = True, None
@@ -309,24 +308,22 @@ class TreeDrafting:
         estimator = setup.estimator if self.shape is None else DraftProbability()  # for statistics only
         check_estimator(estimator)
         self.most = self.limit = self.config.most_drafted if self.shape is None else size(self.shape)
-        buffer = SoftmaxBuffer(self.most)
-        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=buffer, embed=session.embed)
+        self.slots = Slots(estimator, randomness, eos_token_ids, embed=session.embed)
         self.processing, self.pace = processing, growth.ThresholdSchedule()
         self.makes_chains = self.config.tree == "auto"
         self.throughput: TreePlan | None = None
-        self.rates: AcceptanceRates | None = None
 
     def set_plan(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
         """Called once: lets `plan` decide how trees grow or, without one, calibrates estimates (`Decisions.adapt`)."""
         if plan is not None:
-            self.slots.valuation = self.throughput = rule = cast(TreePlan, plan)
+            self.throughput = rule = cast(TreePlan, plan)
+            self.slots.rates, self.slots.expected = rule.rates, rule.expected
             if self.config.tree == "auto":
                 self.slots.branches = self.setup.tries_trees(target, rule)
                 if rule.refused:
                     self.refuse(rule.refused)
         elif self.setup.decisions.adapt and self.shape is None:
-            self.rates = self.setup.learned_rates(target, generation, trees=True)
-            self.slots.valuation = SlotValuation(self.rates)
+            self.slots.rates = self.setup.learned_rates(target, generation, trees=True)
 
     def refuse(self, reason: str) -> None:
         """Draft only chains from now on, because of `reason`; `LateRefusalError` if the settings require trees."""
@@ -379,11 +376,11 @@ class TreeDrafting:
     def survival(self, tree: DraftTree) -> float | None:
         if not set(tree.candidates).isdisjoint(self.slots.eos_token_ids):
             return None
-        return tree.values[-1] * self.slots.valuation.calibrated(tree.estimates[-1])
+        return tree.values[-1] * self.slots.calibrated(tree.estimates[-1])
 
     def record_outcome(self, tree: DraftTree, path: list[int]) -> None:
         self.session.commit_path(path)
         if self.throughput is not None:
             self.throughput.record_outcome(tree, path)
-        elif self.rates is not None:
-            self.rates.observe_tree(tree.judged(path))
+        elif self.slots.rates is not None:
+            self.slots.rates.observe_tree(tree.judged(path))

@@ -22,7 +22,7 @@ from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.ngram_corrections import contexts_of
 from hf_specdecpp.sampling.processors import class_of, extend
-from hf_specdecpp.sampling.randomness import NothingToDrawError, waits_for_reads
+from hf_specdecpp.sampling.randomness import NothingToDrawError, Randomness, waits_for_reads
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass, upload
 from hf_specdecpp.trees.verification import (
     as_float32,
@@ -32,7 +32,6 @@ from hf_specdecpp.trees.verification import (
     verify_greedy,
     verify_sampled,
     verify_tree,
-    verify_tree_greedy,
 )
 
 NO_SCORES = torch.empty(0, 0)
@@ -227,11 +226,10 @@ class OutputText:
             return likeliest_tokens(exact[None])[0] if randomness is None else exact.softmax(dim=-1)
 
         if randomness is None:
-            path, token = verify_tree_greedy(tree, target_at)
+            path, token = verify_greedy(tree, target_at)
         else:
             path, token = verify_tree(tree, target_at, randomness, self.verification)
-        if tree.looked_up:
-            path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
+            path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node), randomness))
         waited = time.perf_counter() - begin if self.waits else 0.0
         taken, chosen_from = [rows[node] for node in (0, *path)], torch.stack([scores(node) for node in (0, *path)])
         raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
@@ -245,14 +243,13 @@ class OutputText:
         return walk.result
 
     def _accept_chain(self, chain: DraftTree, scores: Tensor) -> tuple[list[int], int]:
-        if self.randomness is None:
-            accepted, token = verify_greedy(chain.tokens[1:], scores)
-            return list(range(1, accepted + 1)), token
-        p, drawn, randomness = scores.softmax(dim=-1), chain.num_drawn, self.randomness
+        if (randomness := self.randomness) is None:
+            return verify_greedy(chain, likeliest_tokens(scores).__getitem__)
+        p, drawn = scores.softmax(dim=-1), chain.num_drawn
         q = torch.stack([chain.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
         accepted, token = verify_sampled(chain.candidates[:drawn], p[: drawn + 1], q, randomness, self.verification)
         path = list(range(1, accepted + 1))
-        return follow_tree(chain, path, token, lambda node: self._draw(scores[node]))
+        return follow_tree(chain, path, token, lambda node: self._draw(scores[node], randomness))
 
     def _on_host(self, tree: DraftTree, scores: Tensor) -> Tensor:
         """Copy p `[rows, vocab]` after all nodes to the host, and in this one read also the q of `tree`. Returns p."""
@@ -262,12 +259,10 @@ class OutputText:
         tree.distributions = dict(zip(parents, both[len(scores) :], strict=True))
         return both
 
-    def _draw(self, scores: Tensor) -> int:
-        """Choose a token by processed `scores` `[vocab]` of the target; `NothingToDrawError` if all are -inf."""
-        if self.randomness is None:
-            return likeliest_tokens(scores[None])[0]
+    def _draw(self, scores: Tensor, randomness: Randomness) -> int:
+        """Draw a token by processed `scores` `[vocab]` of the target; `NothingToDrawError` if all are -inf."""
         p = as_float32(scores).softmax(dim=-1)
-        token = self.randomness.categorical(p)
+        token = randomness.categorical(p)
         if self.waits and not bool(p.gather(0, token.view(1)) > 0.0):
             raise NothingToDrawError
         return int(token)

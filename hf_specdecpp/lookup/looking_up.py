@@ -82,7 +82,6 @@ class LookingUp:
 
     Attributes:
         found: the continuation that the round could propose; `estimates`: the acceptance estimate of each candidate.
-        verify: `[most + 1]` seconds of a row's share of a round with 0, 1, ... candidates, without drafting.
     """
 
     def __init__(
@@ -100,8 +99,6 @@ class LookingUp:
         self.estimates: list[float] = []
         self.has_draft, self._room = has_draft, 0  # the latter: candidates that the round may have
         self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # numbers of drafted candidates
-        self._costs: Any = None  # `plan.costs`, of which `verify` was made
-        self.verify: Floats = np.zeros(1)
 
     def look_up(self, new_tokens: Sequence[int], room: int) -> None:
         """Set `found` and `estimates` for a round. `new_tokens`: those since the last call, or the prompt; `room`:
@@ -118,9 +115,12 @@ class LookingUp:
                 self.text.read(token)
                 self.found = self.text.ahead(most if place == last else 1)
         self.estimates = self.rates.estimates(self.found.classes)
-        if self.plan is not None and self.plan.costs is not self._costs:
-            self._costs = self.plan.costs
-            self.verify = self._costs.verify_seconds(self.most) + self._costs.overhead
+
+    @property
+    def verify(self) -> Floats:
+        """`[most + 1]` seconds of a row's share of a round with 0, 1, ... candidates, without drafting."""
+        seconds: Floats = self.plan.costs.verify_seconds(self.most) + self.plan.costs.overhead
+        return seconds
 
     def count_alone(self) -> int:
         """Number of candidates that the sequence looks up if costs do not decide: 0 unless the first estimate exceeds
@@ -177,7 +177,7 @@ class LookingUp:
         self._tested += min(accepted + 1, drawn)
         if self.choice is not None:
             work = DraftWork(tree.passes, branches=len(tree.scores) - tree.passes)
-            drafting = work.seconds(self._costs) if tree.passes else 0.0
+            drafting = work.seconds(self.plan.costs) if tree.passes else 0.0
             self.choice.record_round(kept, float(self.verify[min(width, self.most)]) + drafting)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -79,7 +79,9 @@ class TorchRandomness:
     def categorical(self, probs: Tensor) -> Tensor:
         if probs.device.type != "cpu":
             return self._race(probs).indices
-        drawn = Inverted(probs[None].clone()).draw_next(0)  # about 40 times faster for a vocabulary of 50k
+        drawn = InBlocks(probs[None].clone(), greedy=False).draw_next(
+            0
+        )  # about 40 times faster for a vocabulary of 50k
         if drawn is None:
             raise NothingToDrawError
         return torch.tensor(drawn[0], device="cpu")
@@ -113,7 +115,7 @@ class TorchRandomness:
 
     def siblings(self, q: Tensor) -> Siblings:
         if q.device.type == "cpu":
-            return Inverted(q)
+            return InBlocks(q, greedy=False)
         return Ranked(q, q / self._times(q))
 
 
@@ -132,7 +134,7 @@ class AsPlain(TorchRandomness):
         return 0, int(self.categorical(weights[0]))
 
 
-BLOCK = 256  # tokens in a block of `Likeliest` and `Inverted`
+BLOCK = 256  # tokens in a block of `InBlocks`
 
 
 class Siblings(Protocol):
@@ -144,7 +146,7 @@ class Siblings(Protocol):
 
 def likeliest(q: Tensor) -> Siblings:
     """Tokens of each row of `q` `[n, vocab]` by descending probability, for greedy targets. `q` may be overwritten."""
-    return Likeliest(q) if q.device.type == "cpu" else Ranked(q, q)
+    return InBlocks(q, greedy=True) if q.device.type == "cpu" else Ranked(q, q)
 
 
 class Ranked:
@@ -180,49 +182,30 @@ class Ranked:
         return found
 
 
-class Likeliest:
-    """`Siblings` by descending probability: the next is in the block of tokens with the largest maximum.
+class InBlocks:
+    """`Siblings` on a CPU, drawn with probability q, or if `greedy` by descending probability. First a block of tokens
+    is chosen by its sum (its maximum), then a token of this block.
 
-    On a CPU this is many times faster than sorting. Overwrites `q` `[n, vocab]`, as `Inverted` does."""
+    This is many times faster than a random number for every token, or sorting. A token's probability is set to zero in
+    `q` `[n, vocab]`, which is overwritten, and its block is summed again, so that no error accumulates."""
 
-    def __init__(self, q: Tensor) -> None:
-        self.maxima = _by_block(q, torch.amax).numpy()
+    def __init__(self, q: Tensor, greedy: bool) -> None:
+        self.greedy = greedy
+        self.of_blocks = _by_block(q, torch.amax if greedy else torch.sum).double().numpy()
         self.q = q.numpy()
 
     def draw_next(self, row: int) -> tuple[int, float] | None:
-        block = int(self.maxima[row].argmax())
+        u, v = (None, None) if self.greedy else torch.rand(2, dtype=torch.float64, device="cpu").tolist()
+        block = _pick(self.of_blocks[row], u)
         begin = block * BLOCK
         probabilities = self.q[row, begin : begin + BLOCK]
-        place = int(probabilities.argmax())
+        place = _pick(probabilities, v)
         probability = float(probabilities[place])
         if not probability > 0.0:
             return None
         probabilities[place] = 0.0
-        self.maxima[row, block] = probabilities.max()
-        return begin + place, probability
-
-
-class Inverted:
-    """`Siblings` drawn by inverting cumulative sums of q, first those of blocks of tokens, then those within the block.
-
-    On a CPU this is many times faster than a random number for every token. A drawn token's probability is set to zero
-    in `q`, which is overwritten, and its block is summed again, so that no error accumulates."""
-
-    def __init__(self, q: Tensor) -> None:
-        self.sums = _by_block(q, torch.sum).double().numpy()
-        self.q = q.numpy()
-
-    def draw_next(self, row: int) -> tuple[int, float] | None:
-        u, v = torch.rand(2, dtype=torch.float64, device="cpu").tolist()
-        block = _invert(self.sums[row], u)
-        if block is None:
-            return None
-        begin = block * BLOCK
-        probabilities = self.q[row, begin : begin + BLOCK]
-        place: Any = _invert(probabilities, v)  # never `None`: a block with a positive sum has a token
-        probability = float(probabilities[place])
-        probabilities[place] = 0.0
-        self.sums[row, block] = probabilities.sum(dtype=np.float64)
+        left = probabilities.max() if self.greedy else probabilities.sum(dtype=np.float64)
+        self.of_blocks[row, block] = left
         return begin + place, probability
 
 
@@ -233,11 +216,14 @@ def _by_block(q: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
     return torch.cat((reduced, reduce(q[:, None, whole:], -1)), dim=-1) if whole < q.shape[-1] else reduced
 
 
-def _invert(weights: np.ndarray, u: float) -> int | None:
-    """The first index at which the running sum of `weights` `[n]` exceeds u times their sum; `None` if all are zero."""
+def _pick(weights: np.ndarray, u: float | None) -> int:
+    """The first index at which the running sum of `weights` `[n]` exceeds u times their sum. The index of the largest
+    weight without u, or if all are zero; of a nan, if there is one."""
+    if u is None:
+        return int(weights.argmax())
     cumulated = np.add.accumulate(weights, dtype=np.float64)
     total = cumulated[-1]
     if not total > 0.0:
-        return None
+        return int(weights.argmax())
     # u is below 1, but u * total may round to total, which is after the last positive weight.
     return int(cumulated.searchsorted(min(u * total, np.nextafter(total, 0.0)), side="right"))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
@@ -102,12 +101,11 @@ class Memory:
         """Return the statistics of lookups of an `owner` (as in `recall`) for one way of sampling; new if missing."""
         return _latest(self.lookups.setdefault(owner, {}), _sampling(how), LearnedOfLookups)
 
-    def recall_corrections(self, target: CausalLM, num_ids: int, device: torch.device) -> NgramCorrections:
-        """Return the `NgramCorrections` of a target with logits for `num_ids` ids; new if missing. `device`: the
-        draft's."""
+    def recall_corrections(self, target: CausalLM, num_ids: int) -> NgramCorrections:
+        """Return the `NgramCorrections` of a target with logits for `num_ids` ids; new if missing."""
         known = self.corrections.get(target)
-        if known is None or known.made_for != (num_ids, device):
-            known = self.corrections[target] = NgramCorrections(num_ids, device)
+        if known is None or known.num_ids != num_ids:
+            known = self.corrections[target] = NgramCorrections(num_ids)
         return known
 
     def plan(self, config: SpeculationConfig, decisions: Decisions, rounds: Rounds, how: GenerationConfig) -> Plan:

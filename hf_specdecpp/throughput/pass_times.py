@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -72,30 +72,27 @@ class PassTimes:
         """Return wall seconds of a pass over `rows` tokens (one of each row) in plain `generate()`, and with the matrix
         multiplications of these rounds, both under the load of the latest `rounds` passes. `None` if unknown."""
         passes, beside = list(self._latest)[-rounds:], self._beside[rows]
+        # From CPU to wall time by the rounds, if these are timed: a busy machine delays all passes.
+        delay = sum(each.clock for each in passes) / sum(each.work for each in passes) if passes else 1.0
         if products.seconds(rows) is None or not passes:
-            if not beside:
-                return None, None
-            # Scaled to wall time by the rounds, if these are timed: a busy machine delays all passes.
-            delay = sum(each.clock for each in passes) / sum(each.work for each in passes) if passes else 1.0
-            return median_low(beside) * delay, median_low(beside) * delay
+            alone = median_low(beside) * delay if beside else None
+            return alone, alone
         works: dict[tuple[int, float], list[float]] = defaultdict(list)
         for each in passes:
             works[each.tokens, each.saved].append(each.work)
-        usual = {kind: median(each) for kind, each in works.items()}
-        plain, same = 0.0, 0.0
-        for each in passes:
-            taken = usual[each.tokens, each.saved]
-            is_known = len(works.get((rows, each.saved), ())) >= ENOUGH
-            narrow = usual[rows, each.saved] if is_known else _narrower(taken, each, rows, products)
-            same += each.clock / taken * narrow
-            plain += each.clock / taken * (narrow + each.saved)
-        return plain / len(passes), same / len(passes)
+        narrow = {}
+        for (tokens, saved), taken in works.items():
+            known = works.get((rows, saved), ())
+            is_known, own = len(known) >= ENOUGH, not saved  # the latter: no layer had a copy of its weight
+            narrow[tokens, saved] = median(known) if is_known else _narrower(median(taken), tokens, rows, own, products)
+        same = fmean(narrow[each.tokens, each.saved] for each in passes)
+        return (same + fmean(each.saved for each in passes)) * delay, same * delay
 
 
-def _narrower(seconds: float, of: Pass, rows: int, products: FasterProducts) -> float:
-    """Seconds of a pass over `rows` tokens, computed from the `seconds` of a wider pass `of`."""
-    own = not of.saved  # no layer had a copy of its weight
-    further = (products.seconds(of.tokens, own) or 0.0) - (products.seconds(rows, own) or 0.0)
+def _narrower(seconds: float, tokens: int, rows: int, own: bool, products: FasterProducts) -> float:
+    """Seconds of a pass over `rows` tokens, computed from the `seconds` of a pass over more `tokens`. `own`: of passes
+    with PyTorch's own matrix multiplications."""
+    further = (products.seconds(tokens, own) or 0.0) - (products.seconds(rows, own) or 0.0)
     return max(seconds - further, LEAST * seconds)
 
 

@@ -43,6 +43,7 @@ class Plan:
     Args:
         known: costs of rounds.
         most: the most candidates of a round.
+        lag: by how many candidates estimates are late, -1 to 1 (`lag_of`).
         rates: how often candidates are accepted, by their estimates.
 
     Attributes:
@@ -65,8 +66,8 @@ class Plan:
     _usual_tokens = USUAL_TOKENS  # mean of `num_tokens` at the end of a sequence
     _missed, _patience = 0.0, 1.0  # plain passes that waiting has missed; their divisor, doubled if they made it end
 
-    def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
-        self.known, self.most, self.rates = known, most, rates or AcceptanceRates()
+    def __init__(self, known: KnownCosts, most: int, lag: int = 0, rates: AcceptanceRates | None = None) -> None:
+        self.known, self.most, self.lag, self.rates = known, most, lag, rates or AcceptanceRates()
         self.credit, self.ledger, self.rounds = MOST_CREDIT, Ledger(LASTING), 0
         self.trials = list[int]()
         self._texts = 0  # number of sequences
@@ -197,20 +198,13 @@ class Plan:
 
     def _fit(self) -> None:
         """Recompute everything that depends on rates and costs."""
+        self._ahead = seconds_ahead(self.rates, self.seconds, self.lag)
         self.ledger.promise = float((self.tokens() / self.seconds).max())  # of the best constant chain length
         self.rate = max(self.ledger.rate, self.ledger.promise)
 
 
 class ChainPlan(Plan):
-    """The plan of chains. `lag`: by how many candidates estimates are late, -1 to 1 (`lag_of`)."""
-
-    def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
-        self.lag = lag
-        super().__init__(known, most, rates)
-
-    def _fit(self) -> None:
-        self._ahead = seconds_ahead(self.rates, self.seconds, self.lag)
-        super()._fit()
+    """The plan of chains."""
 
     def critical(self, drafted: int, last: int) -> float:
         """Return the survival, the probability that all `drafted` candidates are accepted, down to which drafting goes
@@ -242,7 +236,7 @@ class BatchPlan(ChainPlan):
         """Begin a round: decide whether the rows draft. `unread`, `left`: most unread, and further, tokens of a row."""
         gain = self.rate * self.plain**2 - self.plain
         can_read = not self.pays or self.costs.read * unread <= min(USUAL_TOKENS, left) * gain
-        self.begins = super().should_draft(unread) and (can_read or self.trial is not None)
+        self.begins = super().should_draft(unread) and can_read
 
     def should_draft(self, unread: int) -> bool:
         return self.begins

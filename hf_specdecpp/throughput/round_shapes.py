@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,6 +11,8 @@ from math import inf
 from operator import mul
 from statistics import median
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
@@ -67,18 +68,12 @@ class RoundSeconds:
         """Return the expected seconds of a round of this shape; infinite for trees that have not run."""
         if shape in self._typical or shape.width > 1:
             return self._typical.get(shape, inf)
-        known = [
-            each for each in self._typical if not each.nodes or (each.width, each.given > 0) == (1, shape.given > 0)
-        ]
-        known.sort()
-        place = bisect(known, shape)
-        is_longest = place == len(known)
-        before, after = (known[0], known[-1]) if is_longest else (known[max(place - 1, 0)], known[place])
-        first, last = self._typical[before], self._typical[after]
-        slope = (last - first) / max(after.nodes - before.nodes, 1)
-        if is_longest:
-            return last + max(slope, 0.0) * (shape.nodes - after.nodes)
-        return first + slope * (shape.nodes - before.nodes)
+        chains = (each for each in self._typical if each.width == 1)
+        alike = (each for each in chains if not each.nodes or (each.given > 0) == (shape.given > 0))
+        nodes, seconds = zip(*sorted((each.nodes, self._typical[each]) for each in alike), strict=True)
+        slope = max((seconds[-1] - seconds[0]) / max(nodes[-1] - nodes[0], 1), 0.0)
+        further = max(shape.nodes - nodes[-1], 0)  # than the longest known one
+        return float(np.interp(shape.nodes, nodes, seconds)) + slope * further
 
 
 class RuleShapes:

@@ -10,11 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from hf_specdecpp.config.costs import Floats
-from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.plan import Plan, seconds_ahead
-from hf_specdecpp.trees.growth import Growth, SlotValuation
+from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.trees.growth import Growth
 from hf_specdecpp.trees.tree import DraftTree
 
 SHAPE_MEMORY = 0.98  # weight of a round relative to the next, in the statistics of tree shapes
@@ -22,8 +21,8 @@ FIRST_NODES = 6  # most nodes of the first tree; doubled with each round, so tha
 THRESHOLDS = np.exp(-0.12 * np.arange(50))  # values tried for t, relative to the best slot's gain; down to 0.003
 
 
-class TreePlan(Plan, SlotValuation):
-    """The plan of trees, which also values slots and grows the trees.
+class TreePlan(Plan):
+    """The plan of trees, which also values slots (`Slots.expected`) and grows the trees.
 
     The gain of a slot is the expected number of tokens that a draw adds: the slot's value v times the acceptance a.
 
@@ -41,16 +40,17 @@ class TreePlan(Plan, SlotValuation):
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # sums: further draws, 1 / t - 1, all draws, their a
         self.splits, self.mean_estimate = 2.0, 0.5
         self.limit, self.saved, self.refused = most, 0.0, ""
-        super().__init__(known, most, rates or AcceptanceRates(bin_count=PRIOR_COUNT))
+        super().__init__(known, most, rates=rates or AcceptanceRates(bin_count=PRIOR_COUNT))
 
     @property
     def most_now(self) -> int:
         """The most nodes of the next tree: `FIRST_NODES`, doubled with each round with candidates, up to `limit`."""
         return min(FIRST_NODES << min(self.rounds, 10), self.limit)
 
-    def expected(self, parent: float | None, last: float | None, chance: float | None = None, /) -> float:
+    def expected(self, parent: float | None, last: float | None, chance: float | None = None) -> float:
+        """Expected acceptance at a slot before its draw; arguments as in `Slots`."""
         if chance is not None:
-            return self.calibrated(chance)
+            return self.rates.calibrated(chance)
         if last is not None:
             return self._of_siblings[bin_of(last)]
         return self._of_children[NO_VERDICT if parent is None else bin_of(parent)]
@@ -141,14 +141,13 @@ class TreePlan(Plan, SlotValuation):
 
     def _learn_shape(self, tree: DraftTree) -> None:
         if len(tree) > 1:
-            acceptance = sum(map(self.calibrated, tree.estimates[1:]))
+            acceptance = sum(map(self.rates.calibrated, tree.estimates[1:]))
             found = [len(tree) - 1, 1.0 / max(min(tree.values[1:]), 1e-3) - 1.0, len(tree), acceptance]
             self._shape = SHAPE_MEMORY * self._shape + found
             further, thresholds, draws, acceptance = self._shape.tolist()
             self.splits, self.mean_estimate = further / max(thresholds, 1e-3), acceptance / draws
 
     def _fit(self) -> None:
-        self._ahead = seconds_ahead(self.rates, self.seconds[: MOST_CANDIDATES + 1], lag=0)
         acceptance = self.rates.acceptance
         self._of_children: list[float] = (self.rates.following @ acceptance).tolist()
         self._of_siblings: list[float] = (self.rates.following_siblings @ acceptance).tolist()

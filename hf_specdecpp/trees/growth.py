@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,8 +156,7 @@ class Growth:
         self.forgone: list[float] = []
         self.max_depth, self.greedy = max_depth, how.randomness is None
         self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
-        self._expand, self._how, self._valuation, self.calibrated = expand, how, how.valuation, how.valuation.calibrated
-        how.buffer.used = 0  # the q of earlier trees is no longer used
+        self._expand, self._how, self.calibrated = expand, how, how.calibrated
         self._heap: list[tuple[float, int]] = []  # `open` as (-priority, node), with outdated entries
         self._siblings: dict[int, Iterator[tuple[int, float]]] = {}  # draws a node's further children, with estimates
 
@@ -168,7 +165,7 @@ class Growth:
         how, (scores, hidden) = self._how, self._expand(self.tree, nodes)
         self.tree.passes += 1
         self.tree.levels += 1
-        q = how.buffer.softmax(scores)
+        q = scores.softmax(dim=-1)  # nan if all scores are -inf: no token is drawn then
         drawing = likeliest(q) if how.randomness is None else how.randomness.siblings(q)
         depths, head = [self.tree.depths[node] for node in nodes], how.estimator
         chances: list[float | None] = [None] * len(nodes)
@@ -212,7 +209,7 @@ class Growth:
         if self._how.branches:
             self._open(parent, v * (1.0 - a))
         else:
-            self.forgone.append(v * (1.0 - a) * self._valuation.expected(None, estimate))
+            self.forgone.append(v * (1.0 - a) * self._how.expected(None, estimate, None))
         return child
 
     def slots(self) -> list[tuple[float, float]]:
@@ -230,50 +227,9 @@ class Growth:
         else:
             children = self.tree.children[node]
             last = self.tree.estimates[children[-1]] if children else None
-            value = v * self._valuation.expected(self.tree.estimates[node] if node else None, last, chance)
+            value = v * self._how.expected(self.tree.estimates[node] if node else None, last, chance)
         self.open[node] = value
         heappush(self._heap, (-value, node))
-
-
-class SlotValuation:
-    """Turns estimates into a(y) and slot priorities. If given, `rates` calibrate estimates (not in the paper)."""
-
-    def __init__(self, rates: AcceptanceRates | None = None) -> None:
-        self.rates: Any = rates
-
-    def calibrated(self, estimate: float) -> float:
-        """The acceptance probability a(y) of a token with this estimate."""
-        return estimate if self.rates is None else self.rates.calibrated(estimate)
-
-    def expected(self, _parent: float | None, _last: float | None, _chance: float | None = None, /) -> float:
-        """Factor of v in the priority of a slot before its draw, 1 unless overridden. `_parent`, `_last`: estimates of
-        the node above and of the sibling before, or `None`; `_chance`: of the slot's own token, if already known."""
-        return 1.0
-
-
-class SoftmaxBuffer:
-    """Memory for the q of up to `num_rows` nodes of a tree, reused by the next tree; further nodes get their own.
-
-    On a CPU a softmax that allocates memory takes four times as long."""
-
-    def __init__(self, num_rows: int = 0) -> None:
-        self.num_rows, self.used = num_rows, 0  # rows of the current tree
-        self.rows: Tensor | None = None
-
-    def softmax(self, scores: Tensor) -> Tensor:
-        """Return q of logits `[n, vocab]`. Rows whose logits are all -inf become 0 on a CPU, nan elsewhere."""
-        begin, self.used = self.used, self.used + scores.shape[0]
-        if scores.device.type != "cpu":
-            return scores.softmax(dim=-1)
-        if self.used > self.num_rows:
-            q = scores.softmax(dim=-1)
-        else:
-            if self.rows is None:
-                self.rows = scores.new_empty((self.num_rows, scores.shape[-1]))
-            q = torch.softmax(scores, dim=-1, out=self.rows[begin : self.used])
-        if np.isnan(q[:, 0].numpy()).any():
-            q[q[:, 0].isnan()] = 0.0
-        return q
 
 
 @dataclass
@@ -283,11 +239,17 @@ class Slots:
     estimator: Estimator  # estimates the acceptance of drawn tokens
     randomness: Randomness | None = None  # draws siblings; `None` takes the likeliest tokens (greedy targets)
     eos_token_ids: Collection[int] = ()  # these tokens get no children
-    valuation: SlotValuation = field(default_factory=SlotValuation)  # turns estimates into priorities
-    buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)  # memory for q, shared by consecutive trees
+    rates: AcceptanceRates | None = None  # calibrate estimates (not in the paper)
+    # Factor of v in the priority of a slot before its draw: of the estimates of the node above and of the sibling
+    # before, and of that of the slot's own token. `None` if there is none, or it is not known yet.
+    expected: Callable[[float | None, float | None, float | None], float] = lambda *_: 1.0
     ahead: int = AHEAD  # number of siblings of a node that a head judges in advance
     branches: bool = True  # whether nodes may have siblings
     embed: Callable[[Tensor], Tensor] | None = None  # for a head: maps token ids to the draft's input embeddings
+
+    def calibrated(self, estimate: float) -> float:
+        """The acceptance probability a(y) of a token with this estimate."""
+        return estimate if self.rates is None else self.rates.calibrated(estimate)
 
 
 # The siblings of a level. --------------------------------------------------------------------------------------------

@@ -90,11 +90,11 @@ class DraftTree:
         return node
 
     def child(self, parent: int, token: int) -> int | None:
-        """The index of the drawn child of `parent` with this token, or `None`."""
+        """The index of the node below `parent` with this token, drawn or looked up, or `None`."""
         for child in self.children[parent]:
             if self.tokens[child] == token:
                 return child
-        return None
+        return self.looked_up.get((parent, token))
 
     def below(self, parent: int) -> list[int]:
         """All nodes directly below `parent`: its children, then looked-up nodes."""

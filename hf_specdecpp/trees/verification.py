@@ -22,19 +22,18 @@ from hf_specdecpp.trees.tree import DraftTree
 Verification = Literal["block", "token"]
 
 
-def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
-    """Return how many candidates of a chain are accepted, being the target's likeliest tokens, and the likeliest token
-    after them.
-
-    Args:
-        candidates: k tokens.
-        scores: `[k + 1, vocab]`, the target's processed logits at the place of each candidate and after the last.
-    """
-    choices = likeliest_tokens(scores)
-    accepted = 0
-    while accepted < len(candidates) and candidates[accepted] == choices[accepted]:
-        accepted += 1
-    return accepted, choices[accepted]
+def verify_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
+    """Accept nodes of a tree or a chain from the root down while they are the target's likeliest tokens. `likeliest`
+    returns the likeliest token after the root or an accepted node. Returns the accepted nodes without the root, and the
+    token after them."""
+    path: list[int] = []
+    node = 0
+    while True:
+        choice = likeliest(node)
+        if (child := tree.child(node, choice)) is None:
+            return path, choice
+        path.append(child)
+        node = child
 
 
 def verify_sampled(
@@ -220,33 +219,17 @@ def as_tests(weights: Tensor) -> Tensor:
 
 
 def carries_of(ratios: Tensor, verification: Verification) -> Tensor:
-    """Return c_i, `[..., k + 1]`, from ratios `[..., k]`: those of `carried` for block verification, else 1."""
-    return carried(ratios) if verification == "block" else torch.ones_like(functional.pad(ratios, (1, 0)))
-
-
-def carried(ratios: Tensor) -> Tensor:
-    """c_0 = 1, c_i = min(1, c_{i-1} r_i), `[..., k + 1]`, from the ratios r_i `[..., k]`.
+    """c_0 = 1, c_i = min(1, c_{i-1} r_i), `[..., k + 1]`, from the ratios r_i `[..., k]`. Token by token all are 1.
 
     Example: [2, 0.5, 0.5, 4, 1] gives [1, 1, 0.5, 0.25, 1, 1]. With S_i the product of the first i ratios, c_i is S_i
     divided by the largest S_j with j <= i, which needs no loop."""
+    if verification == "token":
+        return torch.ones_like(functional.pad(ratios, (1, 0)))
     sums = functional.pad(ratios.log().cumsum(-1), (1, 0))
     return (sums - sums.cummax(-1).values).exp()
 
 
 # Trees. ------------------------------------------------------------------------------------------------------------
-
-
-def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
-    """Accept nodes from the root down while they are the target's likeliest tokens. `likeliest` returns the likeliest
-    token after the root or an accepted node. Returns the accepted nodes, and the token after them."""
-    path: list[int] = []
-    node = 0
-    while True:
-        choice = likeliest(node)
-        if (child := tree.child(node, choice)) is None:
-            return path, choice
-        path.append(child)
-        node = child
 
 
 def verify_tree(
@@ -318,7 +301,7 @@ def child_tests(
 
 
 def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[int], int]) -> tuple[list[int], int]:
-    """Continue a verified `path` and `token` along looked-up candidates; return the longer path and its next token.
+    """Continue a sampled `path` and `token` along looked-up candidates; return the longer path and its next token.
 
     A looked-up candidate is accepted if it equals the token drawn from the target's distribution: first `token`, then
     the token drawn after that candidate, and so on. `draw` draws a token after a node, and is called for accepted nodes

@@ -25,7 +25,7 @@ from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Ranked
-from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation
+from hf_specdecpp.trees.growth import Growth, Slots
 
 VOCAB, WIDTH, SEEDS = 30, 3, 12
 
@@ -75,7 +75,7 @@ def uncaptured(contents: Contents, estimator: Estimator, greedy: bool, learned: 
         return contents.scores[tree.levels][0], contents.hidden[tree.levels][0]
 
     randomness: Any = SimpleNamespace(siblings=lambda q: Ranked(q, q / contents.times[len(q) > 1][0]))
-    how = Slots(estimator, None if greedy else randomness, valuation=SlotValuation(learned), embed=contents.embed)
+    how = Slots(estimator, None if greedy else randomness, rates=learned, embed=contents.embed)
     growth = Growth(expand, how, root=0, max_depth=3)
     growth.expand([0])
     firsts = [growth.draw_best() for _ in range(WIDTH)]

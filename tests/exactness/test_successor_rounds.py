@@ -21,7 +21,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpecDe
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import ngram_corrections
-from hf_specdecpp.sampling.ngram_corrections import MixedProcessing, contexts_of
+from hf_specdecpp.sampling.ngram_corrections import Mixing, contexts_of
 from hf_specdecpp.sampling.processors import Processing
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "static": {"tree": [2, 1], "verification": "token"},
 }
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
-Again = Callable[[MixedProcessing, Tensor, list[int], int, Tensor], Tensor]
+Again = Callable[[Processing, Tensor, list[int], int, Tensor], Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
 def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumerate) -> None:
     target, assistant = pair(kind, shape)
     assert_exactly_p(target, assistant, enumerate_torch)
-    assert float(assistant.memory.corrections[target].probs.max()) > 0.4
+    assert max(max(r.values()) for r in assistant.memory.corrections[target].successors.values()) > 0.4
 
 
 @pytest.mark.takes(3)
@@ -76,40 +76,38 @@ def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
     propose = SpecDecPPCandidateGenerator.propose
     own: dict[tuple[int, ...], Tensor] = {}
 
-    def note(_: MixedProcessing, input_ids: Tensor, candidates: Any, scores: Tensor) -> None:
-        own[tuple(map(int, candidates))] = scores
-
-    def note_each(_: MixedProcessing, input_ids: Tensor, paths: Any, scores: Tensor) -> None:
-        own.update(zip(map(tuple, paths), scores, strict=True))
+    def note(_: Mixing, input_ids: Tensor, scores: Tensor) -> None:
+        own[tuple(input_ids[0].tolist())] = scores[0]
 
     def tell(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        drafted, processing = propose(self, input_ids, *args, **kwargs), cast(MixedProcessing, self.draft_processing)
+        drafted, processing = propose(self, input_ids, *args, **kwargs), self.draft_processing
         drafted.distributions.clear()
         for node in drafted.scores:
             if children := drafted.children[node]:
                 path = drafted.path(node)
-                told: Any = again(processing, input_ids, path, drafted.tokens[children[0]], own[tuple(path)])
+                text = (*input_ids[0].tolist(), *path)
+                told: Any = again(processing, input_ids, path, drafted.tokens[children[0]], own[text])
                 drafted.scores[node] = told if again is truly else told.clamp_min(-10.0)  # what was drawn has some q
         return drafted
 
-    heard(monkeypatch, MixedProcessing, "one", note)
-    heard(monkeypatch, MixedProcessing, "after_each", note_each)
+    heard(monkeypatch, Mixing, "__call__", note)
     monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", tell)
 
 
-def unmixed(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: int, logits: Tensor) -> Tensor:
-    return Processing(processing.processors).one(text, path, logits)
+def unmixed(processing: Processing, text: Tensor, path: list[int], _drawn: int, logits: Tensor) -> Tensor:
+    return Processing(processing.processors[1:]).one(text, path, logits)
 
 
-def knowing_the_drawn(processing: MixedProcessing, text: Tensor, path: list[int], drawn: int, logits: Tensor) -> Tensor:
+def knowing_the_drawn(processing: Processing, text: Tensor, path: list[int], drawn: int, logits: Tensor) -> Tensor:
     """As if the table took note of a draw before its q is asked for. Not as of a certain one: a q of 1 for whatever was
     drawn is that of a candidate that was looked up, which is verified rightly."""
-    table = copy.deepcopy(processing.corrections)
+    mixing, *others = processing.processors
+    table = copy.deepcopy(cast(Mixing, mixing).corrections)
     table.record(contexts_of(text, [path]), torch.zeros(1, VOCAB).index_fill(1, torch.tensor([drawn]), 1.0))
-    return MixedProcessing(processing, table, processing.greedy, processing.temperature).one(text, path, logits)
+    return Processing([Mixing(table, greedy=False), *others]).one(text, path, logits)
 
 
-def truly(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: int, logits: Tensor) -> Tensor:
+def truly(processing: Processing, text: Tensor, path: list[int], _drawn: int, logits: Tensor) -> Tensor:
     return processing.one(text, path, logits)
 
 

@@ -82,7 +82,8 @@ def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good(greedy: b
 
 def test_a_threshold_is_a_lower_bound() -> None:
     rule = tree_plan(GPU, 64)
-    growth = Growth(RandomDraft("mixed", seed=0), Slots(DraftProbability(), TorchRandomness(), valuation=rule), 0, 12)
+    how = Slots(DraftProbability(), TorchRandomness(), rates=rule.rates, expected=rule.expected)
+    growth = Growth(RandomDraft("mixed", seed=0), how, 0, 12)
     rule.grow(growth, threshold=0.2)
     assert 0 < len(growth.tree) < 20
     assert min(growth.tree.values) >= 0.2
@@ -97,7 +98,7 @@ def test_a_round_that_has_asked_the_draft_draws_while_little_is_known() -> None:
     assert rule.pays
 
     def drawn() -> int:
-        growth = Growth(draft, Slots(DraftProbability(), valuation=rule), 0, 12)
+        growth = Growth(draft, Slots(DraftProbability(), rates=rule.rates, expected=rule.expected), 0, 12)
         rule.grow(growth)
         return len(growth.tree)
 

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scalar_features
 from hf_specdecpp.sampling.randomness import (
     BLOCK,
-    Inverted,
+    InBlocks,
     Randomness,
     Ranked,
     Siblings,
@@ -192,7 +193,7 @@ def race(q: Tensor) -> Siblings:
     return Ranked(q, q / torch.empty_like(q).exponential_())
 
 
-@pytest.mark.parametrize("draws", [Inverted, race])
+@pytest.mark.parametrize("draws", [partial(InBlocks, greedy=False), race], ids=["in blocks", "race"])
 def test_draws_without_replacement(draws) -> None:
     """The distribution of the first two, against its definition (chi-square, fixed seed), also across blocks."""
     q, support = torch.zeros(2 * BLOCK + 3), [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]

@@ -12,9 +12,9 @@ from torch import Tensor
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer, ThresholdSchedule, grow_by_level, grow_exactly
+from hf_specdecpp.trees.growth import Growth, Slots, ThresholdSchedule, grow_by_level, grow_exactly
 from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import likeliest_tokens, verify_tree, verify_tree_greedy
+from hf_specdecpp.trees.verification import likeliest_tokens, verify_greedy, verify_tree
 
 VOCAB = 49152
 # Shares of the likeliest tokens. The draft reads two nodes of five of "bushy", and up to four of five of "long",
@@ -47,18 +47,16 @@ class LargeRandomDraft(RandomDraft):
         return self.rows[path]
 
 
-def one_round(
-    draft: LargeRandomDraft, budget: int, randomness: Randomness | None, buffer: SoftmaxBuffer
-) -> tuple[float, DraftTree]:
+def one_round(draft: LargeRandomDraft, budget: int, randomness: Randomness | None) -> tuple[float, DraftTree]:
     """Seconds of a round, and its tree. The target agrees with the draft, so that long paths are accepted."""
     torch.manual_seed(0)  # the same tree again, so that its rows are there
     begin = time.process_time()
-    growth = Growth(draft, Slots(DraftProbability(), randomness, buffer=buffer), root=0, max_depth=DEPTH[budget])
+    growth = Growth(draft, Slots(DraftProbability(), randomness), root=0, max_depth=DEPTH[budget])
     grow_by_level(growth, budget, ThresholdSchedule())
     tree = growth.tree
     TreePass(tree).upload(torch.device("cpu"))
     if randomness is None:
-        verify_tree_greedy(tree, lambda node: likeliest_tokens(draft.at(tuple(tree.path(node)))[None])[0])
+        verify_greedy(tree, lambda node: likeliest_tokens(draft.at(tuple(tree.path(node)))[None])[0])
     else:
         verify_tree(tree, lambda node: draft.at(tuple(tree.path(node))).softmax(-1), randomness, "block")
     return time.process_time() - begin, tree
@@ -86,9 +84,8 @@ def test_time_outside_the_models(kind: str, randomness: Randomness | None) -> No
     """The least of several, as other processes only ever add to it. Also no more than n log n."""
     draft, found = LargeRandomDraft(SHARES[kind]), []
     for budget in (64, 768):
-        buffer = SoftmaxBuffer(budget)
         draft.levels.clear()
-        rounds = [one_round(draft, budget, randomness, buffer) for _ in range(TURNS)]
+        rounds = [one_round(draft, budget, randomness) for _ in range(TURNS)]
         seconds, tree = min(time for time, _ in rounds), rounds[-1][1]
         assert len(tree) == budget
         assert len(tree.scores) > budget * 0.4, "nodes that the draft has read"

@@ -75,7 +75,7 @@ class ReplayedSiblings:
     """Draws without replacement by the definition: from what is left of each row, renormalised."""
 
     def __init__(self, replay: Replay, q: Tensor) -> None:
-        self.replay, self.q, self.left = replay, q, q.clone()
+        self.replay, self.q, self.left = replay, q, q.nan_to_num(0.0)  # a copy; where q is nan there is no token
 
     def draw_next(self, row: int) -> tuple[int, float] | None:
         if float(self.left[row].sum()) == 0.0:

@@ -7,4 +7,6 @@ from hf_specdecpp.generation import output_text as verification
 
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy verification takes whatever was drafted, so that texts have to change."""
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    monkeypatch.setattr(
+        verification, "verify_greedy", lambda tree, likeliest: (tree.nodes_to(len(tree)), likeliest(len(tree)))
+    )

@@ -8,7 +8,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.throughput.plan import ChainPlan, Throughput
 from hf_specdecpp.throughput.tree_plan import TreePlan
-from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, ThresholdSchedule, grow_by_level
+from hf_specdecpp.trees.growth import Growth, Slots, ThresholdSchedule, grow_by_level
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from support.enumeration.toy_trees import RandomDraft
 
@@ -54,7 +54,9 @@ class Simulation:
             torch.manual_seed(seed)
             draft = RandomDraft(self.kind, seed, vocab=100)
             randomness = None if self.greedy else TorchRandomness()
-            how = Slots(DraftProbability(), randomness, valuation=rule or SlotValuation(), branches=self.branches)
+            how = Slots(DraftProbability(), randomness, branches=self.branches)
+            if rule is not None:
+                how.rates, how.expected = rule.rates, rule.expected
             growth = Growth(draft, how, root=0, max_depth=12)
             if rule is None:
                 grow_by_level(growth, budget, pace)

@@ -12,7 +12,6 @@ from hf_specdecpp.trees.growth import (
     Expand,
     Growth,
     Slots,
-    SlotValuation,
     ThresholdSchedule,
     grow_by_level,
     grow_exactly,
@@ -96,8 +95,9 @@ class ToyTree:
 
     def growth(self, randomness: Randomness | None, prefix: Tokens = ()) -> Growth:
         by_costs = self.algorithm == "throughput" and self.rates is None
-        valuation = self.throughput if by_costs else SlotValuation(self.rates)
-        how = Slots(self.estimator, randomness, self.models.eos, valuation, ahead=self.ahead)
+        how = Slots(self.estimator, randomness, self.models.eos, self.rates, ahead=self.ahead)
+        if by_costs:
+            how.rates, how.expected = self.throughput.rates, self.throughput.expected
         how.embed = lambda tokens: self.models.embeddings[tokens]
         return Growth(self.expander(prefix), how, -1, self.max_depth)
 
