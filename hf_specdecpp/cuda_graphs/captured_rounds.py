@@ -92,7 +92,7 @@ class CapturedRounds:
         self.token.copy_(texts[:, -1:])
         self._text = texts
         # Tokens of the sequences minus rows of the target's cache: 1, unless the cache has rows of another kind.
-        self._ahead = texts.shape[1] - self.passes.context.num_tokens
+        self.ahead = texts.shape[1] - self.passes.context.num_tokens
         self.draft.begin_texts(tokens, None if states is None else with_rows(states), padding)
         self.draft.continue_with(self._active)
 
@@ -110,23 +110,24 @@ class CapturedRounds:
                 self._warper_numbers.append(numbers)
             each.numbers = self._warper_numbers[place].copy_(each.numbers)
 
-    def continue_with(self, active: Sequence[int]) -> None:
-        """Continue with the sequences with the indices `active` only. The others have ended and no longer change."""
+    def launch(self, shape: RoundShape, active: Sequence[int], process: Process | None) -> None:
+        """Launch a round, from draft to commit, of the sequences with the indices `active`. The others have ended and
+        no longer change. `process`: runs the target's processors on the host, if these cannot be captured; not stored,
+        because it refers to the target."""
         if list(active) != self._active:
             self._active = list(active)
             self.draft.continue_with(self._active)
-
-    def launch(self, shape: RoundShape, length: int, process: Process | None) -> None:
-        """Launch a round, from draft to commit. `length`: tokens of the longest sequence; `process`: runs the target's
-        processors on the host, if these cannot be captured; not stored, because it refers to the target."""
-        self.passes.context.num_tokens = length - self._ahead  # set in each round, because rows of a batch end
+        self.shape, self._captured, self._launched = shape, len(self.graphs), time.perf_counter()
         self._grow_caches(shape)
         self._run_graphs(shape, process)
 
-    def read_reports(self, shape: RoundShape) -> list[RoundReport]:
-        """Wait for the launched round: a report for each active sequence, in the order of `continue_with`."""
-        reports = [self._report_of(row, shape) for row in self._read_rows().values()]
-        self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
+    def read_reports(self) -> list[RoundReport]:
+        """Wait for the launched round: a report for each active sequence, in the order of `launch`. Sets
+        `seconds`, from the launch on; `None` if a graph was captured in this round."""
+        reports = [self._report_of(row, self.shape) for row in self._read_rows().values()]
+        is_typical = len(self.graphs) == self._captured
+        self.seconds = time.perf_counter() - self._launched if is_typical else None
+        self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=self.shape.levels > 0)
         return reports
 
     def _read_rows(self) -> dict[int, list[Any]]:
@@ -152,7 +153,7 @@ class CapturedRounds:
 
     def _grow_caches(self, shape: RoundShape) -> None:
         """Make room for the rows of a round in both caches, and in the sequences for processors."""
-        most = self.passes.context.num_tokens + max(shape.nodes + 1, self._ahead + self.draft.most_rows)
+        most = self.passes.context.num_tokens + max(shape.nodes + 1, self.ahead + self.draft.most_rows)
         capacity = self.passes.context.with_capacity(most).capacity
         self.draft.context.with_capacity(capacity)  # equal sizes: otherwise each pair of sizes needs graphs
         if self.rules.asks_for_text and self._text is not self._texts.get(capacity):
