@@ -195,11 +195,6 @@ class CapturedDraft:
         self.last.fill_(count - end - 1)
         self.pending = count - end
 
-    def close(self) -> None:
-        """Free all caches, including the one in use."""
-        self.context.made.clear()
-        self.context.cache = None
-
     def record_lengths(self, emitted: int, drafted: bool) -> None:
         """Update `pending` after a round. `emitted`: the most tokens of any sequence; `drafted`: as in `settle`."""
         self.pending = emitted + (min(self.pending, self.steps.again) if drafted else self.pending)

@@ -21,14 +21,15 @@ from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_ta
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.cuda_graphs.fixed_cache import why_not_copied, windows_of
 from hf_specdecpp.generation.captured.parts import (
+    DraftsBesideGraphs,
     GraphDrafts,
+    PassGraphs,
     RoundGraphs,
     memory_ended,
     needs_whole_rounds,
     pass_widths,
     record_reason,
     warn,
-    with_captured_passes,
 )
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget, TargetSide
 from hf_specdecpp.generation.output_text import OutputText
@@ -98,7 +99,7 @@ def _parts(
         passes.busy = is_entered
     if own is None:
         record_reason(texts, None, f"step by step: {shapes}")
-        return with_captured_passes(texts, passes, usual)
+        return DraftsBesideGraphs(), PassGraphs(texts, passes, drafts, usual)
     record_reason(texts, None, "captured" if own.process is None else BETWEEN)
     return own, RoundGraphs(own, passes, drafts, usual)
 

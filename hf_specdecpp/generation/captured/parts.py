@@ -165,8 +165,6 @@ class RoundGraphs(GraphTarget):
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
         if any(text.is_rewritten for text in texts):
-            context: Any = self.passes.context
-            context.cache.length.fill_(context.num_tokens)  # of a single sequence; rows of a batch are copied back
             raise GraphsFailedError("a stopping criterion replaces tokens, and graphs go on from their own")
 
     def read(self, rounds: Sequence[Round]) -> None:
@@ -187,42 +185,27 @@ class RoundGraphs(GraphTarget):
             self.usual.save_row(texts[place], partial(self.passes.context.cache.keys_values_of, row, length))
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
-        reads_states = self.usual.generator.setup.drafter.reads is not None
+        drafter = self.usual.generator.setup.drafter
         # The draft's caches are freed, or the target's states of tokens since the prompt are not known.
-        is_lost = failure.is_memory or (reads_states and self.graph_drafts.made > 0)
+        is_lost = failure.is_memory or (drafter.reads is not None and self.graph_drafts.made > 0)
         for text in texts:
             if is_lost:
                 text.generator.stop_drafting()
             else:
                 text.generator.restart_draft()
         if failure.lasting is not None:
-            self.usual.generator.setup.drafter.give_up(failure.lasting)  # which warns
+            drafter.give_up(failure.lasting)  # which warns
         else:
             warn(self.usual, str(failure))
-        if failure.is_memory:
-            self.graph_drafts.rounds.draft.close()
-        elif not needs_whole_rounds(self.usual):
-            record_reason(self.texts, str(failure), f"step by step: {failure}")
-            return with_captured_passes(self.texts, self.passes, self.usual)
         return super().after_failure(failure, texts)
 
 
 class DraftsBesideGraphs(Drafts):
-    """Drafts without graphs for a single sequence whose target passes are captured. If a pass fails, the repeated round
-    gets its candidates again, because the draft's state already includes them."""
-
-    def __init__(self) -> None:
-        self.proposed: list[DraftTree] = []
+    """Drafts without graphs for a single sequence whose target passes are captured."""
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
-        if not self.proposed:
-            with without_cudnn(texts[0].ids.device):
-                self.proposed = super().propose(texts, target)
-        return self.proposed
-
-    def record_outcome(self, rounds: Sequence[Round]) -> None:
-        self.proposed = []
-        super().record_outcome(rounds)
+        with without_cudnn(texts[0].ids.device):
+            return super().propose(texts, target)
 
 
 class PassGraphs(GraphTarget):
@@ -237,6 +220,7 @@ class PassGraphs(GraphTarget):
         if failure.lasting is not None:
             self.passes.why_not = str(failure)
         warn(self.usual, str(failure))
+        texts[0].generator.stop_drafting()  # the draft's state includes candidates of the failed round
         return super().after_failure(failure, texts)
 
     def _read(self, each: Round) -> None:
@@ -253,14 +237,6 @@ class PassGraphs(GraphTarget):
     def commit(self, rounds: Sequence[Round]) -> None:
         self.usual.take_states(rounds[0])
         self.passes.commit(*rounds[0].emitted)
-
-
-def with_captured_passes(
-    texts: Sequence[OutputText], passes: CapturedTarget, usual: TargetSide
-) -> tuple[Drafts, RoundTarget]:
-    """Drafts and target of rounds in which only the target passes are CUDA graphs."""
-    drafts = DraftsBesideGraphs()
-    return drafts, PassGraphs(texts, passes, drafts, usual)
 
 
 def attempt(part: Callable[[], None], name: str) -> None:
