@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers import GenerationConfig
 
 from hf_specdecpp.models.foreign import KNOWN, OURS, names_in, package_of
 
 PLAIN = {bool, int, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size}  # compared by value
-# Attributes of transformers' models that no pass depends on; users' models may read the first.
-NOTES = "generation_config", "_previous_max_cache_length"
+NOTE = "_previous_max_cache_length"  # an attribute that `generate()` sets, and no pass depends on
 BUILTIN = {dict, list, tuple, set, frozenset}
 EMPTY = {dict, OrderedDict, list, set}
 # Types of objects that refer to few others and have no fields: methods, and the variables of closures.
@@ -104,7 +104,7 @@ class ObjectWalk:
         kind: Any = type(each)
         if name in HOOKS and each:  # without ours, which exist while another sequence is read
             each = {key: hook for key, hook in list(each.items()) if package_of(hook) != OURS}
-        if kind in EMPTY and not each:  # most are empty
+        if (kind in EMPTY and not each) or kind is GenerationConfig or name == NOTE:  # most are empty
             return
         if kind in PLAIN:
             self.found += name, kind, each
@@ -137,14 +137,7 @@ class ObjectWalk:
 
     def _describe(self, each: Any) -> None:
         """Add what an object refers to, which depends on its type, to the description."""
-        if isinstance(each, nn.Module):
-            fields = self._fields(each)
-            if "generation_config" in fields:
-                left_out = NOTES[_is_users(type(each).__module__) :]
-                fields = {name: value for name, value in fields.items() if name not in left_out}
-            self._note("class", type(each))
-            self._all(fields.items())
-        elif isinstance(each, FunctionType):
+        if isinstance(each, FunctionType):
             self._function(each)
         elif isinstance(each, HOLDING):
             self._all(enumerate(gc.get_referents(each)))
