@@ -110,14 +110,13 @@ def _copy_and_compare(
     """Copy the prompts' cache to `passes`, and compare them with the target's own. Returns why they cannot be used."""
     if passes.why_not is not None:
         return passes.why_not
-    widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes in whole rounds
-    if not needs_whole_rounds(usual):
-        widths |= set(pass_widths(usual.generator.setup.most_tokens))
+    setup = usual.generator.setup
+    widths = {1, *(shape.nodes + 1 for shape in shapes)} if shapes else set(pass_widths(setup.most_tokens))
     further = max(text.max_length - text.length for text in texts)
-    passes.expected = int(further) + 2 * max(widths) + SPARE if isfinite(further) else 0
+    passes.expected = int(further) + 2 * width_of(max(widths)) + SPARE if isfinite(further) else 0
     passes.context.set_width(max(widths))
     try:
-        passes.watch(usual.generator.setup.drafter.reads)
+        passes.watch(setup.drafter.reads)
         usual.copy_prompts(passes)
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
     except torch.OutOfMemoryError:
