@@ -26,13 +26,13 @@ from hf_specdecpp.generation.captured.parts import (
     PassGraphs,
     RoundGraphs,
     memory_ended,
-    needs_whole_rounds,
     pass_widths,
     record_reason,
     warn,
 )
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget, TargetSide
 from hf_specdecpp.generation.output_text import OutputText
+from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, has_usual_inputs, num_processes
 from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
@@ -63,7 +63,9 @@ def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) ->
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
         return drafts, usual
     shapes = shapes_of(texts)
-    not_whole = shapes if isinstance(shapes, str) and needs_whole_rounds(usual) else None
+    # Passes of batches, even if one row is left, or for drafts that read the cache are captured in whole rounds only.
+    only_whole = not isinstance(usual, SingleTarget) or usual.generator.setup.drafter.shares_cache
+    not_whole = shapes if isinstance(shapes, str) and only_whole else None
     found = not_whole or _why_not(usual) or _parts(texts, drafts, usual, shapes)
     if not isinstance(found, str):
         return found

@@ -261,12 +261,6 @@ def pass_widths(most: int) -> list[int]:
     return [1 << power for power in range(width_of(most + 1).bit_length())]
 
 
-def needs_whole_rounds(usual: TargetSide) -> bool:
-    """Whether target passes are captured only as parts of whole rounds: for batches, even if a single row is left, and
-    for drafts that read the target's cache."""
-    return not isinstance(usual, SingleTarget) or usual.generator.setup.drafter.shares_cache
-
-
 def record_reason(texts: Sequence[OutputText], reason: str | None, made: str) -> None:
     """Store in the statistics why passes are not captured (`reason`, or `None`), and how rounds run (`made`)."""
     for text in texts:
