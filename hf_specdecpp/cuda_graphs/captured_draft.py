@@ -232,7 +232,7 @@ class CapturedDraft:
         cache = self.context.cache
         before = cache.length.clone()
         depths = depths_of(shape, self.device)[1:] - 1
-        source = self.target.cache if self.steps.shares_cache else cache
+        source = self.target.cache if self.steps.drafter.shares_cache else cache
         steps = self.steps.unroll(source, Window(self.tokens, self.states, self.last), depths)
         (self._draw_chain if shape.width == 1 else self._draw_tree)(steps, shape, rules, text)
         cache.length.copy_(before)

@@ -13,7 +13,6 @@ import torch
 
 from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.caches.masks import why_not_in_place
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
@@ -32,6 +31,7 @@ from hf_specdecpp.generation.captured.parts import (
 )
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget, TargetSide
 from hf_specdecpp.generation.output_text import OutputText
+from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, has_usual_inputs, num_processes
 from hf_specdecpp.models.foreign import active_modes
@@ -215,10 +215,11 @@ def shapes_of(texts: Sequence[OutputText]) -> list[RoundShape] | str:
     }
     given = lookups_up_to(decisions.lookup_tokens) if speculation.lookup else []
     reason = next((reason for reason, holds in reasons.items() if holds), None)
-    return _drafted_shapes(speculation, steps, len(texts)) + given if reason is None else reason
+    return _drafted_shapes(setup, steps, len(texts)) + given if reason is None else reason
 
 
-def _drafted_shapes(speculation: SpeculationConfig, steps: RoundSteps, rows: int) -> list[RoundShape]:
+def _drafted_shapes(setup: DraftSetup, steps: RoundSteps, rows: int) -> list[RoundShape]:
+    speculation = setup.speculation
     if speculation.draws_trees:
         trees = [shape for shape in TREES if shape.nodes <= speculation.tree_budget]
         return trees[-1:] if speculation.rule != "throughput" else [RoundShape(0), *trees]
@@ -228,5 +229,5 @@ def _drafted_shapes(speculation: SpeculationConfig, steps: RoundSteps, rows: int
     if speculation.rule == "threshold":
         return [shape for shape in chains if shape.levels or not steps.most]
     # In a batch passes are wide already, so trees do not help.
-    takes_trees = speculation.tree == "auto" and steps.draws_trees and rows == 1
+    takes_trees = speculation.tree == "auto" and "trees" not in setup.drafter.cannot and rows == 1
     return chains + [shape for shape in TREES if takes_trees and shape.levels <= chains[-1].levels]
