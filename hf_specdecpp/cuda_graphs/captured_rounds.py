@@ -71,8 +71,8 @@ class CapturedRounds:
             self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.long, device=passes.device)
             self.host_report = host_zeros(self.report)
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # of `_pass`, if the verification is another graph
-        self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
-        self._warper_numbers: list[Tensor] = []  # `Warpers.numbers`, at fixed addresses
+        self._texts: dict[int, list[Tensor]] = {}  # by cache size: prefixes, for processors that read them
+        self._numbers: dict[int, list[Tensor]] = {}  # by number of `Warpers`, their numbers at fixed addresses
         self._rules: dict[Hashable, object] = {}  # a mark for each key of rules: comparing keys takes long
 
     @property
@@ -103,12 +103,11 @@ class CapturedRounds:
             self._rules.clear()
         self._rules_mark = self._rules.setdefault(rules.key, object())
         both = (*rules.draft_processing.processors, *rules.processing.processors)
-        for place, each in enumerate(own for own in both if isinstance(own, Warpers)):
-            if place == len(self._warper_numbers):
-                with lasting():
-                    numbers = torch.empty((len(self.token), 4), dtype=torch.float32, device=self.token.device)
-                self._warper_numbers.append(numbers)
-            each.numbers = self._warper_numbers[place].copy_(each.numbers)
+        warpers = [own for own in both if isinstance(own, Warpers)]
+        fixed = self._numbers.setdefault(len(warpers), [])
+        write_lasting(fixed, [each.numbers.to(self.token.device).expand(len(self.token), -1) for each in warpers])
+        for each, numbers in zip(warpers, fixed, strict=True):
+            each.numbers = numbers
 
     def launch(self, shape: RoundShape, active: Sequence[int], process: Process | None) -> None:
         """Launch a round, from draft to commit, of the sequences with the indices `active`. The others have ended and
@@ -156,14 +155,11 @@ class CapturedRounds:
         most = self.passes.context.num_tokens + max(shape.nodes + 1, self.ahead + self.draft.most_rows)
         capacity = self.passes.context.with_capacity(most).capacity
         self.draft.context.with_capacity(capacity)  # equal sizes: otherwise each pair of sizes needs graphs
-        if self.rules.asks_for_text and self._text is not self._texts.get(capacity):
-            known = self._text
-            if capacity not in self._texts:
-                with lasting():
-                    self._texts[capacity] = known.new_zeros((len(known), capacity + self.draft.nodes + 2))
-            self._text = self._texts[capacity]
-            self._text[:, : known.shape[1]] = known
-            self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
+        known, room = self._text, capacity + self.draft.nodes + 2
+        if self.rules.asks_for_text and known.shape[1] < room:
+            further = known[:, -1:].expand(-1, room - known.shape[1])  # a token that is in the prefix anyway
+            write_lasting(self._texts.setdefault(capacity, []), [torch.cat((known, further), dim=1)])
+            (self._text,) = self._texts[capacity]
 
     def _run_graphs(self, shape: RoundShape, process: Process | None) -> None:
         """Run the graph of a round; with `process` the graph of its pass, the processors, and the graph of the rest."""
