@@ -195,11 +195,6 @@ class CapturedDraft:
         self.last.fill_(count - end - 1)
         self.pending = count - end
 
-    def close(self) -> None:
-        """Free all caches, including the one in use."""
-        self.context.made.clear()
-        self.context.cache = None
-
     def record_lengths(self, emitted: int, drafted: bool) -> None:
         """Update `pending` after a round. `emitted`: the most tokens of any sequence; `drafted`: as in `settle`."""
         self.pending = emitted + (min(self.pending, self.steps.again) if drafted else self.pending)
@@ -237,7 +232,7 @@ class CapturedDraft:
         cache = self.context.cache
         before = cache.length.clone()
         depths = depths_of(shape, self.device)[1:] - 1
-        source = self.target.cache if self.steps.shares_cache else cache
+        source = self.target.cache if self.steps.drafter.shares_cache else cache
         steps = self.steps.unroll(source, Window(self.tokens, self.states, self.last), depths)
         (self._draw_chain if shape.width == 1 else self._draw_tree)(steps, shape, rules, text)
         cache.length.copy_(before)

@@ -71,8 +71,8 @@ class CapturedRounds:
             self.report = torch.zeros((texts, HEADER + 3 * draft.nodes), dtype=torch.long, device=passes.device)
             self.host_report = host_zeros(self.report)
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # of `_pass`, if the verification is another graph
-        self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
-        self._warper_numbers: list[Tensor] = []  # `Warpers.numbers`, at fixed addresses
+        self._texts: dict[int, list[Tensor]] = {}  # by cache size: prefixes, for processors that read them
+        self._numbers: dict[int, list[Tensor]] = {}  # by number of `Warpers`, their numbers at fixed addresses
         self._rules: dict[Hashable, object] = {}  # a mark for each key of rules: comparing keys takes long
 
     @property
@@ -92,7 +92,7 @@ class CapturedRounds:
         self.token.copy_(texts[:, -1:])
         self._text = texts
         # Tokens of the sequences minus rows of the target's cache: 1, unless the cache has rows of another kind.
-        self._ahead = texts.shape[1] - self.passes.context.num_tokens
+        self.ahead = texts.shape[1] - self.passes.context.num_tokens
         self.draft.begin_texts(tokens, None if states is None else with_rows(states), padding)
         self.draft.continue_with(self._active)
 
@@ -103,30 +103,30 @@ class CapturedRounds:
             self._rules.clear()
         self._rules_mark = self._rules.setdefault(rules.key, object())
         both = (*rules.draft_processing.processors, *rules.processing.processors)
-        for place, each in enumerate(own for own in both if isinstance(own, Warpers)):
-            if place == len(self._warper_numbers):
-                with lasting():
-                    numbers = torch.empty((len(self.token), 4), dtype=torch.float32, device=self.token.device)
-                self._warper_numbers.append(numbers)
-            each.numbers = self._warper_numbers[place].copy_(each.numbers)
+        warpers = [own for own in both if isinstance(own, Warpers)]
+        fixed = self._numbers.setdefault(len(warpers), [])
+        write_lasting(fixed, [each.numbers.to(self.token.device).expand(len(self.token), -1) for each in warpers])
+        for each, numbers in zip(warpers, fixed, strict=True):
+            each.numbers = numbers
 
-    def continue_with(self, active: Sequence[int]) -> None:
-        """Continue with the sequences with the indices `active` only. The others have ended and no longer change."""
+    def launch(self, shape: RoundShape, active: Sequence[int], process: Process | None) -> None:
+        """Launch a round, from draft to commit, of the sequences with the indices `active`. The others have ended and
+        no longer change. `process`: runs the target's processors on the host, if these cannot be captured; not stored,
+        because it refers to the target."""
         if list(active) != self._active:
             self._active = list(active)
             self.draft.continue_with(self._active)
-
-    def launch(self, shape: RoundShape, length: int, process: Process | None) -> None:
-        """Launch a round, from draft to commit. `length`: tokens of the longest sequence; `process`: runs the target's
-        processors on the host, if these cannot be captured; not stored, because it refers to the target."""
-        self.passes.context.num_tokens = length - self._ahead  # set in each round, because rows of a batch end
+        self.shape, self._captured, self._launched = shape, len(self.graphs), time.perf_counter()
         self._grow_caches(shape)
         self._run_graphs(shape, process)
 
-    def read_reports(self, shape: RoundShape) -> list[RoundReport]:
-        """Wait for the launched round: a report for each active sequence, in the order of `continue_with`."""
-        reports = [self._report_of(row, shape) for row in self._read_rows().values()]
-        self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
+    def read_reports(self) -> list[RoundReport]:
+        """Wait for the launched round: a report for each active sequence, in the order of `launch`. Sets
+        `seconds`, from the launch on; `None` if a graph was captured in this round."""
+        reports = [self._report_of(row, self.shape) for row in self._read_rows().values()]
+        is_typical = len(self.graphs) == self._captured
+        self.seconds = time.perf_counter() - self._launched if is_typical else None
+        self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=self.shape.levels > 0)
         return reports
 
     def _read_rows(self) -> dict[int, list[Any]]:
@@ -152,17 +152,14 @@ class CapturedRounds:
 
     def _grow_caches(self, shape: RoundShape) -> None:
         """Make room for the rows of a round in both caches, and in the sequences for processors."""
-        most = self.passes.context.num_tokens + max(shape.nodes + 1, self._ahead + self.draft.most_rows)
+        most = self.passes.context.num_tokens + max(shape.nodes + 1, self.ahead + self.draft.most_rows)
         capacity = self.passes.context.with_capacity(most).capacity
         self.draft.context.with_capacity(capacity)  # equal sizes: otherwise each pair of sizes needs graphs
-        if self.rules.asks_for_text and self._text is not self._texts.get(capacity):
-            known = self._text
-            if capacity not in self._texts:
-                with lasting():
-                    self._texts[capacity] = known.new_zeros((len(known), capacity + self.draft.nodes + 2))
-            self._text = self._texts[capacity]
-            self._text[:, : known.shape[1]] = known
-            self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
+        known, room = self._text, capacity + self.draft.nodes + 2
+        if self.rules.asks_for_text and known.shape[1] < room:
+            further = known[:, -1:].expand(-1, room - known.shape[1])  # a token that is in the prefix anyway
+            write_lasting(self._texts.setdefault(capacity, []), [torch.cat((known, further), dim=1)])
+            (self._text,) = self._texts[capacity]
 
     def _run_graphs(self, shape: RoundShape, process: Process | None) -> None:
         """Run the graph of a round; with `process` the graph of its pass, the processors, and the graph of the rest."""

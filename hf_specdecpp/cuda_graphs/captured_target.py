@@ -183,11 +183,15 @@ class CapturedTarget:
             run()
 
     def close(self) -> None:
-        """Free all graphs, and all caches but the one in use. Later passes are captured again."""
+        """Free all graphs, and all caches of the target and its drafts but the target's one in use. Later passes are
+        captured again."""
         if len(self.graphs):  # otherwise nothing is running
             self.graphs.clear()
         self.rounds.clear()
-        self.context.made.clear()
+        for owner in self.budget.owners:
+            owner.made.clear()
+            if owner is not self.context:
+                owner.cache = None
 
 
 def some_tokens(ids: Tensor, count: int) -> Tensor:

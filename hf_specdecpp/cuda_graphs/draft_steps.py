@@ -52,14 +52,11 @@ class RoundSteps(ABC):
         size: size of the states in `Window`; `None` if the draft reads none.
         again: number of tokens at the end of a window that the next round's window contains again.
         least, most: fewest and most steps of a round; the first `least` read the window, one for each model or layer.
-        draws_trees: whether levels may have several nodes.
-        shares_cache: whether the draft reads the target's KV cache and has none itself.
         behind: number of rows after the window that a block takes in the cache; 0 for drafts without blocks.
         embed: the draft's token embeddings, for acceptance heads.
     """
 
     again, behind, least, most = 0, 0, 1, float("inf")
-    draws_trees, shares_cache = True, False
     num_layers: int
     dtype: torch.dtype
     device: torch.device

@@ -271,8 +271,8 @@ class FixedContext:
     Attributes:
         made: the caches, by capacity, `positions` and `spare`.
         cache: that of the current sequence; `None` before the first `with_capacity`, and once it is freed.
-        num_tokens: the host's copy of the largest `cache.length`, which graphs change. Whoever launches a round or
-            commits a pass sets it: `CapturedRounds.launch`, `RoundGraphs.commit`, `CapturedTarget.commit`.
+        num_tokens: the host's copy of the largest `cache.length`, which graphs change. Set by `RoundGraphs.commit` and
+            `CapturedTarget.commit`.
         positions, spare: as for `FixedCache`; `spare` is 0 if no layer has a window.
     """
 

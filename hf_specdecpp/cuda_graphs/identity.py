@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Number
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -14,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers import GenerationConfig
 
 from hf_specdecpp.models.foreign import KNOWN, OURS, names_in, package_of
 
 PLAIN = {bool, int, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size}  # compared by value
-# Attributes of transformers' models that no pass depends on; users' models may read the first.
-NOTES = "generation_config", "_previous_max_cache_length"
+NOTE = "_previous_max_cache_length"  # an attribute that `generate()` sets, and no pass depends on
 BUILTIN = {dict, list, tuple, set, frozenset}
 EMPTY = {dict, OrderedDict, list, set}
+# Types of objects that refer to few others and have no fields: methods, and the variables of closures.
+HOLDING = MethodType | staticmethod | classmethod | property | slice | CellType
 HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 # Standard modules whose objects are described by their attributes. Others are too connected: a logger has all loggers.
 HOLDERS = {"argparse", "collections", "functools", "types"}
@@ -101,7 +104,7 @@ class ObjectWalk:
         kind: Any = type(each)
         if name in HOOKS and each:  # without ours, which exist while another sequence is read
             each = {key: hook for key, hook in list(each.items()) if package_of(hook) != OURS}
-        if kind in EMPTY and not each:  # most are empty
+        if (kind in EMPTY and not each) or kind is GenerationConfig or name == NOTE:  # most are empty
             return
         if kind in PLAIN:
             self.found += name, kind, each
@@ -134,25 +137,12 @@ class ObjectWalk:
 
     def _describe(self, each: Any) -> None:
         """Add what an object refers to, which depends on its type, to the description."""
-        if isinstance(each, nn.Module):
-            fields = self._fields(each)
-            if "generation_config" in fields:
-                left_out = NOTES[_is_users(type(each).__module__) :]
-                fields = {name: value for name, value in fields.items() if name not in left_out}
-            self._note("class", type(each))
-            self._all(fields.items())
-        elif isinstance(each, FunctionType):
+        if isinstance(each, FunctionType):
             self._function(each)
-        elif isinstance(each, MethodType | staticmethod | classmethod):
-            self._all((("of", getattr(each, "__self__", None)), ("function", each.__func__)))
-        elif isinstance(each, property):
-            self._note("property", each.fget)
-        elif isinstance(each, slice):
-            self._all(enumerate((each.start, each.stop, each.step)))
+        elif isinstance(each, HOLDING):
+            self._all(enumerate(gc.get_referents(each)))
         elif isinstance(each, type):
             self._class(each)
-        elif isinstance(each, SameObject):
-            self.found.append(each)
         else:
             self._object(each, type(each))
 
@@ -177,11 +167,7 @@ class ObjectWalk:
                 names = list(range(len(names)))
             self._all(zip(names, values, strict=False))  # another thread may have changed it
         elif isinstance(each, np.ndarray | np.generic):
-            self.found += each.dtype, each.shape
-            if each.dtype.hasobject:
-                self._note("items", each.tolist())
-            else:
-                self.found.append(each.tobytes())
+            self.found += each.dtype, each.shape, each.tobytes()
         elif isinstance(each, Number):
             self.found.append(float(each).hex() if isinstance(each, float) else each)
         elif isinstance(each, str | bytes):
@@ -212,7 +198,7 @@ class ObjectWalk:
     def _function(self, each: FunctionType) -> None:
         self.found.append(each.__code__)
         self._all((("defaults", each.__defaults__), ("named", each.__kwdefaults__), ("of it", vars(each))))
-        self._all((place, _held(cell)) for place, cell in enumerate(each.__closure__ or ()))
+        self._note("closure", each.__closure__)
         known, is_users = each.__globals__, _is_users(_home(each))
         for name in names_in(each.__code__):
             value = known.get(name, known)
@@ -222,13 +208,6 @@ class ObjectWalk:
                 self._note(name, value)
             if is_users and isinstance(value, ModuleType) and _is_users(value.__name__):
                 known = vars(value) | known  # variables of this module may be read as attributes
-
-
-def _held(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
 
 
 def _home(code: Any) -> str:

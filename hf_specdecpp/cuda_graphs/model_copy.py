@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -98,41 +98,35 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
     return copied
 
 
-def rms_norm(module: Any, hidden: Tensor) -> Tensor:
+def rms_norm(weight: Tensor, eps: float, hidden: Tensor) -> Tensor:
     """The forward of most of transformers' norms in one kernel instead of eight. In half precision the result is not
     rounded before it is multiplied by the weight."""
-    weight, eps = module.weight, _eps(module)
     if hidden.dtype == weight.dtype != torch.float64:  # for which transformers' norms compute in float32
         return F.rms_norm(hidden, weight.shape, weight, eps)
     return weight * F.rms_norm(hidden.float(), weight.shape, None, eps).to(hidden.dtype)
 
 
-def rms_norm_around_one(module: Any, hidden: Tensor) -> Tensor:
+def rms_norm_around_one(weight: Tensor, eps: float, hidden: Tensor) -> Tensor:
     """The forward of Gemma's norms, which multiply by 1 + weight, in float32."""
-    factor = 1.0 + module.weight.float()
-    return F.rms_norm(hidden.float(), factor.shape, factor, _eps(module)).type_as(hidden)
-
-
-def _eps(module: Any) -> Any:
-    own = vars(module)
-    return own.get("variance_epsilon", own.get("eps"))
+    factor = 1.0 + weight.float()
+    return F.rms_norm(hidden.float(), factor.shape, factor, eps).type_as(hidden)
 
 
 @torch.no_grad()
 def _use_fast_norm(module: Any) -> None:
     """Replace the forward of a norm, in place, by `rms_norm` or `rms_norm_around_one` if one computes the same values,
     which is tried with two tokens, of which the first has a mean square near epsilon."""
-    weight, eps = module._parameters.get("weight"), _eps(module)
-    forward = type(module).forward
-    is_known = package_of(forward) == "transformers" and "forward" not in vars(module)
+    own, weight, forward = vars(module), module._parameters.get("weight"), type(module).forward
+    eps = own.get("variance_epsilon", own.get("eps"))
+    is_known = package_of(forward) == "transformers" and "forward" not in own
     if not is_known or weight is None or weight.is_meta or eps is None:
         return
     token = torch.linspace(-1.0, 1.0, len(weight), device=weight.device)
     tokens = torch.stack((2.0 * eps**0.5 * token, 3.0 - token))
     expected = forward(module, tokens).double()
     for norm in (rms_norm, rms_norm_around_one):
-        if torch.allclose(norm(module, tokens).double(), expected, rtol=1e-4):
-            module.forward = MethodType(norm, module)
+        if torch.allclose(norm(weight, eps, tokens).double(), expected, rtol=1e-4):
+            module.forward = partial(norm, weight, eps)
             return
 
 

@@ -124,7 +124,7 @@ class SharedSteps(RoundSteps):
     """`SharedSession` for captured rounds: each node is read with the state of its parent, and attends to the target's
     cache. Of the window only the last token and its state are used."""
 
-    shares_cache, num_layers = True, 0
+    num_layers = 0
 
     def read(self, cache: FixedCache, window: Window) -> None:
         """Add the window's number of tokens to `cache.length`: the draft stores no keys and values."""

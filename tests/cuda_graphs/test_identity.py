@@ -81,7 +81,7 @@ class Steered(nn.Module):
         super().__init__()
         self.slot, self.generation_config, self.number, self.rows, self.places = 0.0, Slots(), 1, slice(0, 4), range(4)
         self.settings, self.name, self.format, self.phase = Settings(), Name("a"), torch.contiguous_format, 0j
-        self.objects, self.pick = np.array([[0.0], None], dtype=object), itemgetter(0)
+        self.pick = itemgetter(0)
         self.layer = layer
         self.plain, self.tensor, self.nested = 0.0, torch.zeros(3), Strength(inner=SimpleNamespace(value=0.0))
         self.several, self.by_name, self.slots = [0.0, (1, {"a": 0.0})], {"a": {"b": 0.0}}, Slots()
@@ -144,7 +144,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "attribute of a text": lambda layer: setattr(layer.name, "value", 1.0),
     "memory format": lambda layer: setattr(layer, "format", torch.channels_last),
     "getter": lambda layer: setattr(layer, "pick", itemgetter(1)),
-    "in an array of objects": lambda layer: layer.objects[0].__setitem__(0, 1.0),
     "attribute of a function": lambda _: setattr(scaled, "strength", 2.0),
     "attribute of a tensor": lambda layer: setattr(layer.layer.gate_proj.weight, "scale", 2.0),
     "training": lambda layer: layer.layer.train(),

@@ -247,8 +247,6 @@ class LayerSteps(RoundSteps):
     and c, and proposes e. The second reads c, d, e with the first layer's outputs, and proposes f. If e and f are
     accepted and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate."""
 
-    draws_trees = False
-
     def __init__(self, layers: Sequence[Any], vocab_size: int) -> None:
         super().__init__(layers[0], vocab_size)
         self.layers, self.key = layers, tuple(layers)

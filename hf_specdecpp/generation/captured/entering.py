@@ -13,7 +13,6 @@ import torch
 
 from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.caches.masks import why_not_in_place
-from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
@@ -21,17 +20,19 @@ from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_ta
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.cuda_graphs.fixed_cache import why_not_copied, windows_of
 from hf_specdecpp.generation.captured.parts import (
+    DraftsBesideGraphs,
     GraphDrafts,
+    PassGraphs,
     RoundGraphs,
     memory_ended,
-    needs_whole_rounds,
     pass_widths,
     record_reason,
     warn,
-    with_captured_passes,
 )
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget, TargetSide
 from hf_specdecpp.generation.output_text import OutputText
+from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, has_usual_inputs, num_processes
 from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
@@ -61,9 +62,11 @@ def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) ->
     `drafts` and `usual`. Records the choice and its reason in the statistics (`decided["rounds"]`, `uncaptured`)."""
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
         return drafts, usual
-    not_whole = why_not_whole(texts)
-    reason = (not_whole if needs_whole_rounds(usual) else None) or _why_not(usual)
-    found = reason or _parts(texts, drafts, usual, not_whole)
+    shapes = shapes_of(texts)
+    # Passes of batches, even if one row is left, or for drafts that read the cache are captured in whole rounds only.
+    only_whole = not isinstance(usual, SingleTarget) or usual.generator.setup.drafter.shares_cache
+    not_whole = shapes if isinstance(shapes, str) and only_whole else None
+    found = not_whole or _why_not(usual) or _parts(texts, drafts, usual, shapes)
     if not isinstance(found, str):
         return found
     warn(usual, found)
@@ -72,9 +75,9 @@ def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) ->
 
 
 def _parts(
-    texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide, not_whole: str | None
+    texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide, shapes: list[RoundShape] | str
 ) -> tuple[Drafts, RoundTarget] | str:
-    """Drafts and target that run CUDA graphs, or the reason for none. `not_whole`: the result of `why_not_whole`."""
+    """Drafts and target that run CUDA graphs, or the reason for none. `shapes`: the result of `shapes_of`."""
     is_entered = False
     try:
         passes = captured_target(usual.model, usual.generator.setup.speculation.compile)
@@ -84,11 +87,11 @@ def _parts(
         is_busy, passes.busy = passes.busy, True
     if is_busy:
         return "another text is using the captured passes of this target"
-    shapes = [] if not_whole is not None else _shapes_of(texts)
+    whole = [] if isinstance(shapes, str) else shapes
     try:
-        if (reason := _copy_and_compare(passes, usual, texts, shapes)) is not None:
+        if (reason := _copy_and_compare(passes, usual, texts, whole)) is not None:
             return reason
-        own = _graph_drafts(texts, passes, shapes) if shapes else None
+        own = _graph_drafts(texts, passes, whole) if whole else None
         is_entered = True
     except torch.OutOfMemoryError as error:
         passes.close()
@@ -97,8 +100,8 @@ def _parts(
     finally:
         passes.busy = is_entered
     if own is None:
-        record_reason(texts, None, f"step by step: {not_whole}")
-        return with_captured_passes(texts, passes, usual)
+        record_reason(texts, None, f"step by step: {shapes}")
+        return DraftsBesideGraphs(), PassGraphs(texts, passes, drafts, usual)
     record_reason(texts, None, "captured" if own.process is None else BETWEEN)
     return own, RoundGraphs(own, passes, drafts, usual)
 
@@ -109,14 +112,13 @@ def _copy_and_compare(
     """Copy the prompts' cache to `passes`, and compare them with the target's own. Returns why they cannot be used."""
     if passes.why_not is not None:
         return passes.why_not
-    widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes in whole rounds
-    if not needs_whole_rounds(usual):
-        widths |= set(pass_widths(usual.generator.setup.most_tokens))
+    setup = usual.generator.setup
+    widths = {1, *(shape.nodes + 1 for shape in shapes)} if shapes else set(pass_widths(setup.most_tokens))
     further = max(text.max_length - text.length for text in texts)
-    passes.expected = int(further) + 2 * max(widths) + SPARE if isfinite(further) else 0
+    passes.expected = int(further) + 2 * width_of(max(widths)) + SPARE if isfinite(further) else 0
     passes.context.set_width(max(widths))
     try:
-        passes.watch(usual.generator.setup.drafter.reads)
+        passes.watch(setup.drafter.reads)
         usual.copy_prompts(passes)
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
     except torch.OutOfMemoryError:
@@ -160,30 +162,6 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
     return GraphDrafts(texts, rounds, rules, RuleShapes(shapes))
 
 
-def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:
-    """The shapes of rounds that the settings allow: for drafted rounds, by size, then for looked-up rounds."""
-    setup = texts[0].generator.setup
-    given = lookups_up_to(setup.decisions.lookup_tokens) if setup.speculation.lookup else []
-    return _drafted_shapes(texts) + given
-
-
-def _drafted_shapes(texts: Sequence[OutputText]) -> list[RoundShape]:
-    speculation, steps = texts[0].generator.setup.speculation, cast(RoundSteps, texts[0].generator.round_steps)
-    trees = [shape for shape in TREES if shape.levels <= steps.most]
-    if speculation.draws_trees:
-        trees = [shape for shape in trees if shape.nodes <= speculation.tree_budget]
-        return trees[-1:] if speculation.rule != "throughput" else [RoundShape(0), *trees]
-    if speculation.rule == "fixed":
-        return [RoundShape(int(min(speculation.num_tokens, steps.most)))]
-    chains = chains_up_to(int(min(speculation.max_tokens, steps.most)))
-    if speculation.rule == "threshold":
-        return [shape for shape in chains if shape.levels or not steps.most]
-    deepest = chains[-1].levels
-    # In a batch passes are wide already, so trees do not help.
-    takes_trees = speculation.tree == "auto" and steps.draws_trees and len(texts) == 1
-    return chains + [shape for shape in trees if shape.levels <= deepest and takes_trees]
-
-
 def _why_not(side: TargetSide) -> str | None:
     """The reason why the target or the call does not support captured passes, or `None`. Captures nothing."""
     target, config, model_kwargs = side.model, side.config, side.forward_arguments
@@ -213,33 +191,43 @@ def _why_not(side: TargetSide) -> str | None:
     return None
 
 
-def why_not_whole(texts: Sequence[OutputText]) -> str | None:
-    """The reason why the host takes part in the rounds of a call, so that they are not captured whole; or `None`."""
+def shapes_of(texts: Sequence[OutputText]) -> list[RoundShape] | str:
+    """The shapes that whole captured rounds of a call may have: drafted ones, by size, then looked-up ones. Or the
+    reason why the host takes part in the rounds, so that they are not captured whole."""
     generator = texts[0].generator
-    speculation = generator.setup.speculation
-    if len(texts) > MOST_TEXTS:
-        return f"more than {MOST_TEXTS} sequences"
-    if (steps := generator.round_steps) is None:
+    setup, steps, as_plain = generator.setup, generator.round_steps, isinstance(generator.randomness, AsPlain)
+    if steps is None:
         return "the steps of this draft are not captured"
-    if isinstance(generator.randomness, AsPlain):
-        return "without a draft, tokens are drawn on the host, as plain generate() draws them"
-    if generator.corrections is not None:
-        return "the draft's logits are mixed with the target's latest choices on the host"
-    if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):
-        return "given or assumed costs are used on the host"
-    if any({"scores", "logits"} & text.records.kept.keys() for text in texts):
-        return "scores or logits are requested"
-    if generator.processing.in_order:
-        return "a logits processor has to be called token by token, in order"
-    return _why_no_tree(speculation, generator.setup.decisions, steps) if speculation.draws_trees else None
-
-
-def _why_no_tree(speculation: SpeculationConfig, decisions: Decisions, steps: RoundSteps) -> str | None:
-    """The reason why trees with these settings cannot be drafted in captured rounds, or `None`."""
-    if speculation.tree != "dyspec":
-        return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
+    speculation, decisions, draws = setup.speculation, setup.decisions, setup.speculation.draws_trees
+    uses_costs = speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible)
     budgets = [shape.nodes for shape in TREES if shape.levels <= min(decisions.tree_depth, steps.most)]
-    if decisions.tree_threshold or speculation.tree_budget not in budgets:
-        listed = " or ".join(map(str, budgets)) or "none of this depth"
-        return f"trees that are grown on the device have {listed} candidates, and no threshold"
-    return None
+    is_other_tree = bool(decisions.tree_threshold) or speculation.tree_budget not in budgets
+    listed = " or ".join(map(str, budgets)) or "none of this depth"
+    reasons = {
+        f"more than {MOST_TEXTS} sequences": len(texts) > MOST_TEXTS,
+        "without a draft, tokens are drawn on the host, as plain generate() draws them": as_plain,
+        "the draft's logits are mixed with the target's latest choices on the host": generator.corrections is not None,
+        "given or assumed costs are used on the host": uses_costs,
+        "scores or logits are requested": any({"scores", "logits"} & text.records.kept.keys() for text in texts),
+        "a logits processor has to be called token by token, in order": bool(generator.processing.in_order),
+        "only trees of Algorithm 2 (tree='dyspec') are grown on the device": draws and speculation.tree != "dyspec",
+        f"trees that are grown on the device have {listed} candidates, and no threshold": draws and is_other_tree,
+    }
+    given = lookups_up_to(decisions.lookup_tokens) if speculation.lookup else []
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    return _drafted_shapes(setup, steps, len(texts)) + given if reason is None else reason
+
+
+def _drafted_shapes(setup: DraftSetup, steps: RoundSteps, rows: int) -> list[RoundShape]:
+    speculation = setup.speculation
+    if speculation.draws_trees:
+        trees = [shape for shape in TREES if shape.nodes <= speculation.tree_budget]
+        return trees[-1:] if speculation.rule != "throughput" else [RoundShape(0), *trees]
+    if speculation.rule == "fixed":
+        return [RoundShape(int(min(speculation.num_tokens, steps.most)))]
+    chains = chains_up_to(int(min(speculation.max_tokens, steps.most)))
+    if speculation.rule == "threshold":
+        return [shape for shape in chains if shape.levels or not steps.most]
+    # In a batch passes are wide already, so trees do not help.
+    takes_trees = speculation.tree == "auto" and "trees" not in setup.drafter.cannot and rows == 1
+    return chains + [shape for shape in TREES if takes_trees and shape.levels <= chains[-1].levels]

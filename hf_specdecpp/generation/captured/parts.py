@@ -3,7 +3,6 @@ passes over candidates that were drafted without graphs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from transformers.utils import logging
 from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundRules, RoundShape
-from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, RoundReport
+from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import MEMORY, Drafts, GraphsFailedError, RoundTarget, TargetSide, without_cudnn
 from hf_specdecpp.generation.output_text import NO_SCORES, OutputText, Round, RoundResult
@@ -43,7 +42,6 @@ class GraphDrafts(Drafts):
     Attributes:
         process: runs the target's processors between graphs; `None` if the graphs contain all processors.
         made: number of rounds so far; the first one begins with `begin_texts`.
-        shape: of the latest round.
         longest: length of sequences above which rounds have no candidates, unless the draft's window is full.
         rates: calibrates the device's estimates; `None`: not calibrated. `FastestShapes.rates` are others, of chains.
     """
@@ -83,29 +81,22 @@ class GraphDrafts(Drafts):
     def _propose(self, texts: Sequence[OutputText]) -> None:
         if not self.made:
             self.begin_texts()
-        self.rounds.continue_with(active := [self.texts.index(text) for text in texts])
-        length = max(text.length for text in texts)
+        active = [self.texts.index(text) for text in texts]
         lookups = [found for text in texts if (found := text.generator.look_up(text.length)) is not None]
-        self.shape = self._shape(length, lookups)
-        if self.shape.given:
-            chains = [each.found.tokens[: self.shape.given] for each in lookups]
+        shape = self._shape(max(text.length for text in texts), lookups)
+        if shape.given:
+            chains = [each.found.tokens[: shape.given] for each in lookups]
             self.rounds.draft.give(dict(zip(active, chains, strict=True)))
-        self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
-        self.rounds.launch(self.shape, length, self.process)
-
-    def read_reports(self) -> list[RoundReport]:
-        """Called by `RoundGraphs.read`: wait for the round, and return a report for each active sequence."""
-        reports = self.rounds.read_reports(self.shape)
-        if isinstance(self.chooser, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
-            self.chooser.seconds.record_round(self.shape, time.perf_counter() - self._launched)
-        self.made += 1
-        return reports
+        self.rounds.launch(shape, active, self.process)
 
     def record_outcome(self, rounds: Sequence[Round]) -> None:
-        self.chooser.record_round(self.shape, [each.outputs for each in rounds])
+        shape, self.made = self.rounds.shape, self.made + 1
+        if isinstance(self.chooser, FastestShapes) and self.rounds.seconds is not None:
+            self.chooser.seconds.record_round(shape, self.rounds.seconds)
+        self.chooser.record_round(shape, [each.outputs for each in rounds])
         for each in rounds:
             generator, tree, path = each.text.generator, each.tree, each.result.path
-            if self.shape.width > 1 and self.rates is not None:
+            if shape.width > 1 and self.rates is not None:
                 self.rates.observe_tree(tree.judged(path))
             generator.record_estimates(each.outputs.estimates)
             generator.record_outcome(tree, path, each.text.before)
@@ -174,12 +165,10 @@ class RoundGraphs(GraphTarget):
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
         if any(text.is_rewritten for text in texts):
-            context: Any = self.passes.context
-            context.cache.length.fill_(context.num_tokens)  # of a single sequence; rows of a batch are copied back
             raise GraphsFailedError("a stopping criterion replaces tokens, and graphs go on from their own")
 
     def read(self, rounds: Sequence[Round]) -> None:
-        for each, report in zip(rounds, self.graph_drafts.read_reports(), strict=True):
+        for each, report in zip(rounds, self.graph_drafts.rounds.read_reports(), strict=True):
             emitted = [*map(report.tree.tokens.__getitem__, report.path), report.token]
             # No scores: with requested scores rounds are not captured whole.
             each.result, each.is_verified = RoundResult(report.path, emitted, NO_SCORES, NO_SCORES), True
@@ -187,7 +176,8 @@ class RoundGraphs(GraphTarget):
 
     def commit(self, rounds: Sequence[Round]) -> None:
         """Count the emitted tokens as cached; the graphs have updated the caches of both models."""
-        self.passes.context.num_tokens += rounds[0].emitted.kept  # for `copy_back` of a single sequence
+        longest = max(each.text.length for each in rounds)
+        self.passes.context.num_tokens = longest - self.graph_drafts.rounds.ahead
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):
@@ -195,42 +185,27 @@ class RoundGraphs(GraphTarget):
             self.usual.save_row(texts[place], partial(self.passes.context.cache.keys_values_of, row, length))
 
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
-        reads_states = self.usual.generator.setup.drafter.reads is not None
+        drafter = self.usual.generator.setup.drafter
         # The draft's caches are freed, or the target's states of tokens since the prompt are not known.
-        is_lost = failure.is_memory or (reads_states and self.graph_drafts.made > 0)
+        is_lost = failure.is_memory or (drafter.reads is not None and self.graph_drafts.made > 0)
         for text in texts:
             if is_lost:
                 text.generator.stop_drafting()
             else:
                 text.generator.restart_draft()
         if failure.lasting is not None:
-            self.usual.generator.setup.drafter.give_up(failure.lasting)  # which warns
+            drafter.give_up(failure.lasting)  # which warns
         else:
             warn(self.usual, str(failure))
-        if failure.is_memory:
-            self.graph_drafts.rounds.draft.close()
-        elif not needs_whole_rounds(self.usual):
-            record_reason(self.texts, str(failure), f"step by step: {failure}")
-            return with_captured_passes(self.texts, self.passes, self.usual)
         return super().after_failure(failure, texts)
 
 
 class DraftsBesideGraphs(Drafts):
-    """Drafts without graphs for a single sequence whose target passes are captured. If a pass fails, the repeated round
-    gets its candidates again, because the draft's state already includes them."""
-
-    def __init__(self) -> None:
-        self.proposed: list[DraftTree] = []
+    """Drafts without graphs for a single sequence whose target passes are captured."""
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
-        if not self.proposed:
-            with without_cudnn(texts[0].ids.device):
-                self.proposed = super().propose(texts, target)
-        return self.proposed
-
-    def record_outcome(self, rounds: Sequence[Round]) -> None:
-        self.proposed = []
-        super().record_outcome(rounds)
+        with without_cudnn(texts[0].ids.device):
+            return super().propose(texts, target)
 
 
 class PassGraphs(GraphTarget):
@@ -245,6 +220,7 @@ class PassGraphs(GraphTarget):
         if failure.lasting is not None:
             self.passes.why_not = str(failure)
         warn(self.usual, str(failure))
+        texts[0].generator.stop_drafting()  # the draft's state includes candidates of the failed round
         return super().after_failure(failure, texts)
 
     def _read(self, each: Round) -> None:
@@ -261,14 +237,6 @@ class PassGraphs(GraphTarget):
     def commit(self, rounds: Sequence[Round]) -> None:
         self.usual.take_states(rounds[0])
         self.passes.commit(*rounds[0].emitted)
-
-
-def with_captured_passes(
-    texts: Sequence[OutputText], passes: CapturedTarget, usual: TargetSide
-) -> tuple[Drafts, RoundTarget]:
-    """Drafts and target of rounds in which only the target passes are CUDA graphs."""
-    drafts = DraftsBesideGraphs()
-    return drafts, PassGraphs(texts, passes, drafts, usual)
 
 
 def attempt(part: Callable[[], None], name: str) -> None:
@@ -291,12 +259,6 @@ def memory_ended(error: torch.OutOfMemoryError) -> str:
 def pass_widths(most: int) -> list[int]:
     """Widths (tokens) of captured passes over up to `most` candidates. Example: 1, 2, 4 and 8 for 5 candidates."""
     return [1 << power for power in range(width_of(most + 1).bit_length())]
-
-
-def needs_whole_rounds(usual: TargetSide) -> bool:
-    """Whether target passes are captured only as parts of whole rounds: for batches, even if a single row is left, and
-    for drafts that read the target's cache."""
-    return not isinstance(usual, SingleTarget) or usual.generator.setup.drafter.shares_cache
 
 
 def record_reason(texts: Sequence[OutputText], reason: str | None, made: str) -> None:

@@ -426,7 +426,7 @@ def test_rows_that_go_on_after_their_end_are_noticed(tmp_path: Path, monkeypatch
 
 
 def test_a_round_that_cannot_be_captured_in_mid_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text goes on with captured passes of the target, without the draft, to which later states are not known."""
+    """The text goes on without graphs, and without the draft, to which later states are not known."""
     target, assistant = made("conditioned", tmp_path, **CHAIN)
     plain, capture, tried = generate(target, None, 240), Graphs._capture, list[Any]()
 
@@ -441,7 +441,7 @@ def test_a_round_that_cannot_be_captured_in_mid_text(tmp_path: Path, monkeypatch
     assert assistant.stats.uncaptured == "a round cannot be captured (OutOfMemoryError: no memory)"
     assert assistant.stats.accepted > 0
     assert assistant.stats.idle_rounds > 10
-    assert len(tried) > 3
+    assert len(tried) == 3
 
 
 def test_a_first_round_that_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
