@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +71,7 @@ class WeightCopy:
 
 
 class WeightCopies:
-    """Copies of the weights of layers. Each lives as long as this object and any layer with its weight.
+    """Copies of the weights of layers. Each lives as long as an object of this class and any layer with its weight.
 
     Layers with the same weight share a copy, and so do two `WeightCopies` with the same `make`.
 
@@ -105,7 +105,7 @@ class WeightCopies:
         copy = self._shared(layer)
         if copy.version == NEVER:
             copy.version = layer.weight._version
-            background.ask(layer, copy, self)
+            background.ask(layer, copy, self.make)
         return copy
 
     def clear(self) -> None:
@@ -115,8 +115,7 @@ class WeightCopies:
     @property
     def bytes(self) -> int:
         """Bytes of memory of all copies."""
-        with _lock:
-            return sum(copy.bytes for copy in set(self._copies.values()))
+        return bytes_of(self._copies.values())
 
 
 # The copies by the function that makes them, and the id and shape of the weight. An id may be reused: see `check`.
@@ -124,7 +123,13 @@ _shared: WeakValueDictionary[tuple[Any, int, torch.Size], WeightCopy] = WeakValu
 _lock = threading.RLock()  # guards this dictionary and those of `WeightCopies`
 
 
-_Asked = tuple[ref[nn.Linear], ref[WeightCopy], ref[WeightCopies]]
+def bytes_of(copies: Iterable[WeightCopy]) -> int:
+    """Bytes of memory of these copies; one that is given several times counts once."""
+    with _lock:
+        return sum(copy.bytes for copy in set(copies))
+
+
+_Asked = tuple[ref[nn.Linear], ref[WeightCopy], Callable[[Tensor], Any]]
 
 
 @dataclass
@@ -139,12 +144,11 @@ class Background:
     _asked: list[_Asked] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.Thread | None = None
-    _making: int = 0  # bytes of weights that are being copied now, also in `wait`
 
-    def ask(self, layer: nn.Linear, copy: WeightCopy, owner: WeightCopies) -> None:
-        """Queue the copy of a layer's weight for the background thread. A deleted layer, copy or owner cancels it."""
+    def ask(self, layer: nn.Linear, copy: WeightCopy, make: Callable[[Tensor], Any]) -> None:
+        """Queue the copy of a layer's weight for the background thread. A deleted layer or copy cancels it."""
         with self._lock:
-            self._asked.append((ref(layer), ref(copy), ref(owner)))
+            self._asked.append((ref(layer), ref(copy), make))
             if self._thread is None or not self._thread.is_alive():
                 computing = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._run, args=(computing,), name="weight copies", daemon=True)
@@ -188,24 +192,20 @@ class Background:
                 time.sleep(POLL)
 
     @torch.no_grad()
-    def _make(self, of: ref[nn.Linear], into: ref[WeightCopy], by: ref[WeightCopies]) -> None:
-        """Make the copy of an item of the queue, if all three are alive and memory allows (`MOST_OF_FREE`)."""
-        layer, copy, owner = of(), into(), by()
+    def _make(self, of: ref[nn.Linear], into: ref[WeightCopy], make: Callable[[Tensor], Any]) -> None:
+        """Make the copy of an item of the queue, if it is still needed and memory allows (`MOST_OF_FREE`)."""
+        layer, copy = of(), into()
         if copy is None:
             return
-        if layer is None or owner is None:
-            copy.version = NEVER  # another layer or owner that shares the copy may ask again
+        if layer is None:
+            copy.version = NEVER  # another layer that shares the copy may ask again
             return
-        weight = layer.weight
-        with self._lock:
-            made = owner.bytes
-            if made + self._making + weight.nbytes > MOST_OF_FREE * (made + free_memory()):
-                return
-            self._making += weight.nbytes
+        made = bytes_of(_shared.values())
+        if made + layer.weight.nbytes > MOST_OF_FREE * (made + free_memory()):
+            return
         with suppress(RuntimeError, MemoryError):  # too little memory, or the process ends
-            copy.make(weight, owner.make)
+            copy.make(layer.weight, make)
         with self._lock:
-            self._making -= weight.nbytes
             self.made += 1
 
 
@@ -241,17 +241,12 @@ def fingerprint(weight: Tensor) -> Tensor:
     is always detected, and several writes unless they cancel out in each sum.
 
     Returns:
-        `[1021 + n]` int64: the sums, then the last n integers, fewer than 1021, which are in no sum.
+        `[1021 + n]` int64: the sums, then the last n integers, fewer than 16 * 1021, which are in no sum.
     """
     numbers = weight.detach().view(-1).view(torch.int64)
     whole = numbers.numel() - numbers.numel() % (ROWS * BUCKETS)
-    rest = numbers[whole:]
     # First sums of 16 rows, then the sum of these: more than twice as fast as one sum.
-    sums = numbers[:whole].view(-1, ROWS, BUCKETS).sum(1).sum(0)
-    if len(rest) >= BUCKETS:
-        whole = len(rest) - len(rest) % BUCKETS
-        sums, rest = sums + rest[:whole].view(-1, BUCKETS).sum(0), rest[whole:]
-    return torch.cat((sums, rest))
+    return torch.cat((numbers[:whole].view(-1, ROWS, BUCKETS).sum(1).sum(0), numbers[whole:]))
 
 
 def can_fingerprint(weight: Tensor) -> bool:
