@@ -120,7 +120,7 @@ class WeightCopies:
 
 # The copies by the function that makes them, and the id and shape of the weight. An id may be reused: see `check`.
 _shared: WeakValueDictionary[tuple[Any, int, torch.Size], WeightCopy] = WeakValueDictionary()
-_lock = threading.RLock()  # guards this dictionary and those of `WeightCopies`
+_lock = threading.RLock()  # guards this dictionary, those of `WeightCopies`, and the queue of `Background`
 
 
 def bytes_of(copies: Iterable[WeightCopy]) -> int:
@@ -142,12 +142,11 @@ class Background:
     texts: int = 0  # running generations
     made: int = 0  # weights that were copied, or could not be
     _asked: list[_Asked] = field(default_factory=list)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.Thread | None = None
 
     def ask(self, layer: nn.Linear, copy: WeightCopy, make: Callable[[Tensor], Any]) -> None:
         """Queue the copy of a layer's weight for the background thread. A deleted layer or copy cancels it."""
-        with self._lock:
+        with _lock:
             self._asked.append((ref(layer), ref(copy), make))
             if self._thread is None or not self._thread.is_alive():
                 computing = torch.get_num_threads()
@@ -172,7 +171,7 @@ class Background:
 
     def _next(self) -> _Asked | None:
         """Remove the item with the largest weight from the queue, and return it; `None` if the queue is empty."""
-        with self._lock:
+        with _lock:
             if not self._asked:
                 self._thread = None if threading.current_thread() is self._thread else self._thread
                 return None
@@ -205,7 +204,7 @@ class Background:
             return
         with suppress(RuntimeError, MemoryError):  # too little memory, or the process ends
             copy.make(layer.weight, make)
-        with self._lock:
+        with _lock:
             self.made += 1
 
 
