@@ -74,7 +74,7 @@ class FasterProducts:
         self._seconds: dict[tuple[int, bool, int], float] = {}  # results of `seconds`, by number of all copies, too
         models = [*draft] if target is None else [target, *draft]
         own = set() if target is None else set(modules_of(target))
-        for layer in filter(can_be_copied, large_layers(models)):
+        for layer in large_layers(models):
             if int8 is not None and layer not in own:
                 self.layers[layer] = int8.current(layer)
             elif copies is not None and kinds_of_copies(layer.weight.dtype):
@@ -161,27 +161,42 @@ def _is_routed(layer: nn.Module) -> bool:
 
 
 def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
-    """Ordinary linear layers on a CPU with at least 100,000 elements, each once, outside of compiled modules."""
+    """Ordinary linear layers on a CPU with at least 100,000 elements, each once, outside of compiled modules: those for
+    which all changes of the weight can be noticed, and no hook may change it before a forward.
+
+    Each `generate()` visits all modules here, perhaps thousands, so no function is called for an ordinary module."""
     seen: set[nn.Module] = set()
     left: list[nn.Module | None] = list(models)
     while left:
         module = left.pop()
-        if module is None or module in seen or _recompiles(module):
+        if module is None or module in seen:
+            continue
+        own, below = vars(module), module._modules
+        is_usual = (
+            "forward" not in own
+            and "_compiled_call" not in own
+            and "_orig_mod" not in below
+            and module._compiled_call_impl is None
+        )
+        if not is_usual and _recompiles(module):
             continue
         seen.add(module)
-        left.extend(module._modules.values())
-        if type(module) is nn.Linear and ("forward" not in vars(module) or _is_routed(module)):
+        left.extend(below.values())
+        if type(module) is nn.Linear and (is_usual or _is_routed(module)):
             weight: Any = module._parameters.get("weight")
-            is_ordinary = type(weight) is nn.Parameter and weight.layout is torch.strided and weight.dtype in DTYPES
-            if is_ordinary and weight.device.type == "cpu" and weight.numel() >= LEAST_ELEMENTS:
+            if (
+                type(weight) is nn.Parameter
+                and weight.layout is torch.strided
+                and weight.dtype in DTYPES
+                and weight.device.type == "cpu"
+                and weight.numel() >= LEAST_ELEMENTS
+                and can_fingerprint(weight)
+                and not weight.is_inference()
+                and not module._forward_pre_hooks
+            ):
                 yield module
 
 
 def _recompiles(module: nn.Module) -> bool:
     """Whether the module is compiled, so that replacing a layer's forward or the attention would recompile it."""
     return has_compiled_call(module) or "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
-
-
-def can_be_copied(layer: nn.Linear) -> bool:
-    """Whether all changes of the layer's weight can be noticed, and no hook may change the weight before a forward."""
-    return can_fingerprint(layer.weight) and not layer.weight.is_inference() and not layer._forward_pre_hooks
