@@ -27,7 +27,6 @@ MOST_OF_FREE = 0.25  # share of the free memory that copies may take
 SHARE = 0.04  # share of generation time for making copies, if PyTorch uses every core
 POLL = 0.02  # seconds until the waiting thread looks again
 NICE = 10  # priority of the thread: about a tenth of a core that others also use
-NEVER = -1  # instead of a write count, which is never negative
 # Memory of a container: folder, file with its limit, file with its usage, and the name in `memory.stat` of pages of
 # files, which are counted as used but can be freed.
 CONTAINERS = (
@@ -42,32 +41,36 @@ class WeightCopy:
 
     made: Any = None  # the copy; `None` if not made yet, dropped, or not possible
     state: Tensor | None = None  # `fingerprint` of the copied weight
-    version: int = NEVER  # PyTorch's write count of the copied weight; `NEVER` if not requested, or dropped
-    address: int = 0  # of the data of the copied weight
+    version: tuple[int, int] | None = None  # `version_of` the copied weight; `None` if not requested, or dropped
     bytes: int = 0  # memory of the copy
 
     def make(self, weight: Tensor, make: Callable[[Tensor], Any]) -> None:
         """Set `made` to `make(weight)`, unless the weight changes meanwhile: then a copy may be requested again."""
-        version, address, state = weight._version, weight.data_ptr(), fingerprint(weight)
+        version, state = version_of(weight), fingerprint(weight)
         made = make(weight)
-        if weight._version == version and weight.data_ptr() == address and torch.equal(fingerprint(weight), state):
-            self.version, self.address, self.state, self.made = version, address, state, made
+        if version_of(weight) == version and torch.equal(fingerprint(weight), state):
+            self.version, self.state, self.made = version, state, made
             self.bytes = 0 if made is None else weight.numel() * getattr(made, "bytes_of_element", 1)
         else:
-            self.version = NEVER
+            self.version = None
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether PyTorch has neither counted a write to the weight nor moved it since the copy was made or checked."""
-        return weight._version == self.version and weight.data_ptr() == self.address
+        return version_of(weight) == self.version
 
     def check(self, weight: Tensor) -> None:
         """Drop the copy if the weight's `fingerprint` has changed, which reads the whole weight, as a pass does."""
         if self.made is None or self.state is None:
             return
         if torch.equal(fingerprint(weight), self.state):
-            self.version, self.address = weight._version, weight.data_ptr()
+            self.version = version_of(weight)
         else:
-            self.made, self.version, self.bytes = None, NEVER, 0
+            self.made, self.version, self.bytes = None, None, 0
+
+
+def version_of(weight: Tensor) -> tuple[int, int]:
+    """PyTorch's count of writes to a weight, and the address of its data."""
+    return weight._version, weight.data_ptr()
 
 
 class WeightCopies:
@@ -103,8 +106,8 @@ class WeightCopies:
     def prepared(self, layer: nn.Linear) -> WeightCopy:
         """The copy of the layer's current weight, made in the background if missing or outdated."""
         copy = self._shared(layer)
-        if copy.version == NEVER:
-            copy.version = layer.weight._version
+        if copy.version is None:
+            copy.version = version_of(layer.weight)
             background.ask(layer, copy, self.make)
         return copy
 
@@ -197,7 +200,7 @@ class Background:
         if copy is None:
             return
         if layer is None:
-            copy.version = NEVER  # another layer that shares the copy may ask again
+            copy.version = None  # another layer that shares the copy may ask again
             return
         made = bytes_of(_shared.values())
         if made + layer.weight.nbytes > MOST_OF_FREE * (made + free_memory()):
@@ -219,7 +222,7 @@ def _begin_child() -> None:
     background.__init__()  # type: ignore[misc]
     for copy in _shared.values():
         if copy.made is None:
-            copy.version = NEVER
+            copy.version = None
 
 
 if sys.platform != "win32":
