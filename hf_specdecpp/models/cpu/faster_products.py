@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
 from hf_specdecpp.models.cpu.grouped_attention import grouped_attention
-from hf_specdecpp.models.cpu.products import kinds_of_copies, product_times, usual_times
+from hf_specdecpp.models.cpu.products import product_times, usual_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
 LEAST_ELEMENTS = 100_000  # of a weight; smaller layers gain less than the call of another kernel costs
@@ -77,7 +77,7 @@ class FasterProducts:
         for layer in large_layers(models):
             if int8 is not None and layer not in own:
                 self.layers[layer] = int8.current(layer)
-            elif copies is not None and kinds_of_copies(layer.weight.dtype):
+            elif copies is not None and usual_times(layer.weight.dtype) is not None:
                 self.layers[layer] = copies.prepared(layer)
                 if layer in own:
                     self._of_target.append((layer.weight.numel(), layer.weight.dtype, self.layers[layer]))
