@@ -22,7 +22,7 @@ from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, has_float16, exact_copy
+from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, exact_copy, has_float16
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")

@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_specdecpp.models.cpu import faster_products, products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, _is_routed, _local
-from hf_specdecpp.models.cpu.products import ProductTimes, has_float16, exact_copy
+from hf_specdecpp.models.cpu.products import ProductTimes, exact_copy, has_float16
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 needs_float16 = pytest.mark.skipif(not has_float16(), reason="this PyTorch has no float16 products")
