@@ -42,10 +42,13 @@ class GrowingContext:
         self.cache, self.num_tokens = cache, 0 if cache is None else num_rows(cache)
         self.pending = 0
         self.rollback_point: RollbackPoint | None = None
+        self._is_plain: bool | None = None  # whether no layer has windows, convolutions or states
 
     def begin_round(self) -> None:
         """Called before the first pass of a round: what follows can be rolled back."""
-        if self.pending:
+        if self._is_plain is None:  # once, after the prompt
+            self._is_plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        if self._is_plain or self.pending:
             return
         # States cannot be cropped, nor windows and convolutions that do not record, as in the prompt of a later turn.
         records = all(getattr(layer, "record_past", True) for layer in self.cache.layers)
@@ -61,10 +64,11 @@ class GrowingContext:
                 self.rollback_point.roll_back()
                 self.pending += count
         elif path is None or count == of:  # all rows of a tree: it was a chain
-            self.cache.crop(count - of)  # windows and convolutions shrink even if nothing is removed
+            if count < of or not self._is_plain:  # windows and convolutions shrink in any case
+                self.cache.crop(count - of)
         else:
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
-        self.num_tokens = num_rows(self.cache)
+        self.num_tokens = self.cache.get_seq_length() if self._is_plain else num_rows(self.cache)
 
     def roll_back(self) -> None:
         """Drop all tokens read since `begin_round` or `commit`, also if a pass was interrupted in any layer."""
