@@ -32,9 +32,9 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.products import int8_copy, measured_copy
+from hf_specdecpp.models.cpu.products import Int8Weight, exact_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
-from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, tokenizer_of, warn_of_sizes
+from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, tokenizer_of
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.throughput.memory import Memory
@@ -86,7 +86,7 @@ class AssistantModel(PreTrainedModel):
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.decisions, self.calls = Decisions(), LatestCalls()
         self.memory = Memory(config.calibration)
-        self.copies, self.int8 = WeightCopies(measured_copy), WeightCopies(int8_copy)
+        self.copies, self.int8 = WeightCopies(exact_copy), WeightCopies(Int8Weight.of)
         if head is not None and isinstance(drafter, Drafter):
             check_sizes(head.to(drafter.device), drafter, draft_name(config))
         self._attaching, self._met_in_calls = RLock(), WeakSet[Any]()
@@ -141,7 +141,6 @@ class AssistantModel(PreTrainedModel):
             elif (model := self.ready_drafter().model) is not None:
                 size = model.config.get_text_config().vocab_size
                 check_same_tokenizer(target, model, size, ids_are_listed=self.parts.draft_vocab is not None)
-                warn_of_sizes(target, model)
             attached.attach(self, target)
             attached.set_default(self, target, default)
             self._met_in_calls.discard(target)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdecpp.caches.cached_context import roll_back
 from hf_specdecpp.caches.masks import row_masks
@@ -120,7 +120,8 @@ class BatchContext:
         """Called before a round: remove all holes if they exceed a fifth of the longest row's tokens (`MOST_HOLES`)."""
         needed = int(self.num_tokens.max()) if len(self.valid) else 0
         if self.valid.shape[1] > (1.0 + MOST_HOLES) * needed > 0.0:
-            self._set(compact(self.cache, self.valid, needed))
+            rows = [self.row(place) for place in range(len(self.valid))]
+            self.set_rows(rows, torch.arange(needed, device="cpu") >= needed - self.num_tokens[:, None])
 
 
 def _stacked(rows: list[Tensor], shown: Tensor) -> Tensor:
@@ -131,18 +132,3 @@ def _stacked(rows: list[Tensor], shown: Tensor) -> Tensor:
     for row, own, its in zip(stacked, rows, shown, strict=True):
         row[:, its.to(row.device)] = own[:, : int(its.sum())]
     return stacked
-
-
-def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
-    """Reduce a cache with holes to `width` columns, in place, with each row's tokens at the end and in order. Returns
-    `[rows, width]`, the new `valid`.
-
-    Example: for width 3 the rows 1 0 1 and 1 1 1 of `valid` become 0 1 1 and 1 1 1."""
-    order = valid.long().argsort(dim=1, stable=True)[:, -width:]
-    layers: list[Any] = cache.layers
-    for layer in (layer for layer in layers if layer.keys is not None):  # others use the keys of these
-        for name in ("keys", "values"):
-            states = getattr(layer, name)
-            index = order[:, None, :, None].to(states.device).expand(-1, states.shape[1], -1, states.shape[3])
-            setattr(layer, name, states.gather(2, index))
-    return valid.gather(1, order)

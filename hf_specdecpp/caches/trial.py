@@ -1,5 +1,5 @@
 """For targets that run foreign code: a test, during generation, of whether passes over several tokens compute what
-passes over single tokens compute (`Trial`), and a saved state of a cache (`SavedCache`)."""
+passes over single tokens compute (`Trial`), and copies of a cache (`copy_of`)."""
 
 from __future__ import annotations
 
@@ -102,38 +102,25 @@ class Trial:
         return float(torch.tensor(errors).max())
 
 
-class SavedCache:
-    """A saved state of a cache, without copies of tensors, which passes replace and never write to.
+def copy_of(cache: Cache) -> Any:
+    """A copy of a cache, with the same tensors. Passes over one leave the other as it is, because they replace tensors
+    and never write to them.
 
-    Example: a cache of 10 tokens is saved; after a pass over 3 more, a hook has left 6 tokens. `grew_by(3)` is false,
-    and `roll_back()` restores the 10."""
+    Example: a cache of 10 tokens is copied; after a pass over 3 more, a hook has left 6 tokens. `have_grown` is false
+    for a count of 3, and the layers of the copy have the 10 tokens."""
+    copied = copy.copy(cache)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
-        self._states = [dict(vars(layer)) for layer in cache.layers]
 
-    def grew_by(self, count: int) -> bool:
-        """Whether every layer with keys has `count` tokens more now than when the cache was saved."""
-        pairs: Any = zip(self._states, self.cache.layers, strict=True)
-        lengths = [(state["keys"].shape[-2], layer.keys.shape[-2]) for state, layer in pairs if layer.keys is not None]
-        return all(now - then == count for then, now in lengths)
-
-    def roll_back(self) -> None:
-        for layer, state in zip(self.cache.layers, self._states, strict=True):
-            vars(layer).clear()
-            vars(layer).update(state)
-
-    def copied(self) -> Any:
-        """A copy of the cache in its saved state. Passes over the copy change neither the cache nor the saved state."""
-        copied = copy.copy(self.cache)
-        copied.layers = [copy.copy(layer) for layer in self.cache.layers]
-        for layer, state in zip(copied.layers, self._states, strict=True):
-            vars(layer).update(state)
-        return copied
+def have_grown(before: Any, now: Any, count: int) -> bool:
+    """Whether every layer with keys has `count` tokens more in the cache `now` than in its copy `before`."""
+    pairs = zip(before.layers, now.layers, strict=True)
+    return all(own.keys.shape[-2] - then.keys.shape[-2] == count for then, own in pairs if own.keys is not None)
 
 
 def can_be_saved(cache: Cache) -> bool:
-    """Whether `SavedCache` supports a cache: whether all layers are attention layers without recurrent states."""
+    """Whether `copy_of` supports a cache: whether all layers are attention layers without recurrent states."""
     return all(
         isinstance(layer, ATTENTION_LAYERS) and not isinstance(layer, LinearAttentionCacheLayerMixin)
         for layer in cache.layers

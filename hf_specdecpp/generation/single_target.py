@@ -18,7 +18,7 @@ from transformers.utils import logging
 from hf_specdecpp.caches.cached_context import GrowingContext, PathRows, extended, without_last
 from hf_specdecpp.caches.masks import tree_mask
 from hf_specdecpp.caches.states import stop_recording
-from hf_specdecpp.caches.trial import ReadAgain, SavedCache, Trial
+from hf_specdecpp.caches.trial import ReadAgain, Trial, copy_of, have_grown
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import TargetSide
 from hf_specdecpp.generation.output_text import OutputText, Round
@@ -215,12 +215,12 @@ def reader_again(context: TargetContext, text: Tensor, as_tree: bool) -> ReadAga
     """Save the cache of the sequence `text` `[1, length]`, and return a function `read(ids, count)` for `Trial`. `read`
     runs one pass in a copy of that cache, over `count` tokens of the longer sequence `ids` from the last token of
     `text` on. It returns logits `[count, vocab]` and the copy. With `as_tree` later tokens have siblings."""
-    target, model_kwargs, saved = context.target, context.model_kwargs, SavedCache(context.cache)
+    target, model_kwargs, saved = context.target, context.model_kwargs, copy_of(context.cache)
     device, last, length = causal_lm.input_device(target), int(text[0, -1]), text.shape[1]
 
     @torch.no_grad()
     def read(ids: Tensor, count: int) -> tuple[Tensor, Any]:
-        copied = TargetContext(target, model_kwargs | {cache_argument(target): saved.copied()})
+        copied = TargetContext(target, model_kwargs | {cache_argument(target): copy_of(saved)})
         tree, node, tokens = DraftTree(last), 0, ids[0, length : length + count - 1]
         for token in tokens.tolist():
             if as_tree:
@@ -309,7 +309,7 @@ class SingleTarget(TargetSide):
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
         context, input_ids, tree = self.context, each.text.ids, each.tree
-        saved = None if self.trial is None else SavedCache(context.cache)
+        before = None if self.trial is None else copy_of(context.cache)
         if isinstance(tree, Chain):
             inputs = context.chain_inputs(input_ids, tree.candidates)
         else:
@@ -323,14 +323,17 @@ class SingleTarget(TargetSide):
             self.timed_pass = each.width, self.work_clock() - work, time.perf_counter() - clock
         if (point := context.cached.rollback_point) is not None:
             self.stats.state_bytes = point.num_bytes
-        if saved is not None and self.trial is not None and not saved.grew_by(each.width):
+        if self.trial is not None and not have_grown(before, context.cache, each.width):
             self.trial.refuse("the cache does not grow by the tokens of each pass")
         elif (known := each.outputs.logits.shape[1]) <= len(tree):
             self._refuse(f"{type(self.model).__name__} returns logits after {known} of {len(tree) + 1} tokens")
         else:
             return
         if len(tree):  # no token of the pass was emitted yet
-            (saved or context.cached).roll_back()
+            if before is None:
+                context.cached.roll_back()
+            else:
+                context.cache.layers = before.layers
             each.tree, each.rows = (alone := Chain()), TreePass(alone)
             self.read(rounds)
 

@@ -190,7 +190,7 @@ def check_same_tokenizer(
     many ids as the target.
 
     With such a draft the output would be exact, but slow. If a tokenizer is not found (a model built in memory), only
-    the numbers of ids are compared, here and in `warn_of_sizes`.
+    the numbers of ids are compared; different ones cause a warning once the draft is loaded.
 
     Args:
         draft, size: the draft or its repository, and its number of token ids, `None` if unknown.
@@ -210,6 +210,13 @@ def check_same_tokenizer(
     ours, theirs = tokenizer_of(target), tokenizer_of(draft)
     by_id = {index: token for token, index in _regular(ours).items()}
     pairs = [(index, by_id.get(index, token), token) for token, index in _regular(theirs).items()]
+    if size not in (None, most) and None in (ours, theirs) and not isinstance(draft, Repository):
+        warnings.warn(
+            f"The target has {most} token ids and the draft {size}. Whether they use the same tokenizer could not be "
+            f"checked because no tokenizer files were found beside the models; padding explains up to {PADDING} ids. "
+            "If almost nothing is accepted, the tokenizers differ.",
+            stacklevel=2,
+        )
     if different := [each for each in pairs if each[1] != each[2]]:
         index, token, other = min(different)
         raise ValueError(
@@ -218,22 +225,6 @@ def check_same_tokenizer(
             "token ids, so they must mean the same to both. Use a draft of the target's own family, or an early exit "
             "of the target: SpecDecPPAssistant.from_early_exit(target, layers=4)."
         )
-
-
-def warn_of_sizes(target: CausalLM, draft: CausalLM) -> None:
-    """Warn if target and draft have different numbers of token ids, and a missing tokenizer prevents a comparison."""
-    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-    if sizes[0] == sizes[1] or None not in map(tokenizer_of, (target, draft)):
-        return
-    means = "is more than padding explains, so they hardly use the same tokenizer"
-    if abs(sizes[0] - sizes[1]) <= PADDING:
-        means = "is harmless padding if both use the same tokenizer"
-    warnings.warn(
-        f"The target has {sizes[0]} token ids and the draft {sizes[1]}. That {means}, which could not be checked "
-        "because no tokenizer files were found beside the models. If almost nothing is accepted, the tokenizers "
-        "differ.",
-        stacklevel=2,
-    )
 
 
 def outside(size: int | None, target: CausalLM) -> str | None:

@@ -83,7 +83,6 @@ def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], Cau
         return early_exit(target, layers_of(config, target))
     draft = load(config.independent_draft)
     loading.check_same_tokenizer(target, draft, draft.config.get_text_config().vocab_size)
-    loading.warn_of_sizes(target, draft)
     return draft
 
 
