@@ -27,7 +27,7 @@ from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of, why_chains, without_padding
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.lookup.looking_up import LookingUp, counts_of
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text, modules_of, num_logits
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text, num_logits
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, Randomness, TorchRandomness
@@ -122,9 +122,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     @cached_property
     def products(self) -> FasterProducts:
         """Made by `DraftSetup.products` at first use, which is slow: every weight with a copy is read."""
-        begin, own = time.perf_counter(), set(modules_of(self._target))
+        begin = time.perf_counter()
         products = self.setup.products(self._target)
-        self.stats.has_products = any(layer in own for layer in products.layers)
         self._describe(products)
         self.stats.preparing_seconds += time.perf_counter() - begin
         return products
@@ -257,7 +256,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.decided["products"] = products.described + in_int8
 
     def finish(self) -> None:
-        """Called at the end of a call: adds its measured rounds to the learned costs. Errors are logged, not raised."""
+        """Called at the end of a call: adds its measured rounds to the learned costs. Errors are logged, not raised.
+        Of a batch only the first row measures rounds."""
         self._describe(self.products)  # copies may have been made meanwhile
         if self.plan is not None and self.times is not None:
             try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -35,10 +35,6 @@ MEMORY = "memory ended"
 class RoundTarget(ABC):
     """Runs the target's forward passes: `TargetSide` by the target's forward method, `GraphTarget` by CUDA graphs."""
 
-    def attention(self) -> AbstractContextManager[None]:
-        """The context in which all rounds run. `TargetSide` excludes cuDNN's attention kernels (`without_cudnn`)."""
-        return nullcontext()
-
     def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - optional in subclasses
         """Called before each round, and not timed with it: may compact a batch's cache, or time a one-token pass."""
 
@@ -54,10 +50,6 @@ class RoundTarget(ABC):
     @abstractmethod
     def commit(self, rounds: Sequence[Round]) -> None:
         """Called after verification: drops rejected candidates from the cache and from the states that drafts read."""
-
-    @abstractmethod
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        """For each of `texts`, whether further rounds generate tokens for it."""
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - does nothing for a single sequence
         """Called when some of `texts` have ended: drops all but those at indices `places`, such as [0, 2] of 3."""
@@ -110,7 +102,6 @@ class TargetSide(RoundTarget):
 
     foreign: ForeignPasses | None = None  # hooks and patches that run in the target's passes, if any
     carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
-    timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
     def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -118,15 +109,19 @@ class TargetSide(RoundTarget):
         self.states = TargetStates(model, None if self.generator.is_paused else setup.drafter.reads)
         self.passes, self.work_clock = pass_times_of(model), working_clock()
 
-    def attention(self) -> AbstractContextManager[None]:
-        return without_cudnn(self.device)
-
     @abstractmethod
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         """Run the pass over the prompts `[batch, length]` as plain `generate()` does; sets `outputs` of `rounds`."""
 
-    def begin_texts(self, texts: Sequence[OutputText]) -> None:
-        """Called once, after the prompts' pass and before the first round, with the unfinished sequences."""
+    def run(self, inputs: dict[str, Any], num_tokens: int) -> Any:
+        """Run a round's forward pass over `num_tokens` tokens of all sequences together, with the arguments `inputs`,
+        and return its outputs. On a CPU, where a pass ends when its call returns, record its seconds (`PassTimes`)."""
+        work, clock = self.work_clock(), time.perf_counter()
+        outputs = self.states.catch(self.model, **inputs, return_dict=True)
+        if self.device.type == "cpu":
+            seconds = self.work_clock() - work, time.perf_counter() - clock
+            self.passes.record_pass(num_tokens, *seconds, self.generator.setup.rows, self.generator.products)
+        return outputs
 
     # Called for captured passes. --------------------------------------------------------------------------------------
 
@@ -169,20 +164,14 @@ class TargetSide(RoundTarget):
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         """The output of `generate()`: token ids `[batch, length]`, or an object with `return_dict_in_generate`."""
 
-    def record_pass(self) -> None:
-        """Called after each round: adds the seconds of its pass, if timed, to the target's `PassTimes`."""
-        if self.timed_pass is not None:
-            self.passes.record_pass(*self.timed_pass, self.generator.setup.rows, self.generator.products)
-            self.timed_pass = None
-
-    def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
+    def time_plain_pass(self, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
         """Called before each round: if the target's `PassTimes` need it, time an additional pass over one token of each
-        of `rows` sequences, with the arguments `inputs()`. Counted in the statistics of the sequence `first`."""
+        of `rows` sequences, with the arguments `inputs()`. Counted in the statistics of the first sequence."""
         if self.passes.is_missing(rows, self.generator.products):
-            begin = time.perf_counter()
+            begin, stats = time.perf_counter(), self.generator.stats
             self.passes.make(rows, self.model, inputs())
-            first.stats.compared_passes += 1
-            first.stats.preparing_seconds += time.perf_counter() - begin
+            stats.compared_passes += 1
+            stats.preparing_seconds += time.perf_counter() - begin
 
 
 Choose: TypeAlias = Callable[[Sequence[OutputText], Drafts, TargetSide], tuple[Drafts, RoundTarget]]
@@ -211,10 +200,7 @@ class AssistedDecoding:
             raise
         finally:
             self.side.end()
-        self.texts[0].generator.finish()
-        first = self.texts[0].stats
         for text in self.texts:
-            text.stats.decided["products"], text.stats.has_products = first.decided["products"], first.has_products
             text.end()
         return self.side.output(self.texts)
 
@@ -227,7 +213,6 @@ class AssistedDecoding:
             text.stats.plain_passes += 1
             text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # to the first token, copied to the host
         with self.side.model._optimize_model_for_decode():
-            self.side.begin_texts(self.active)
             usual = self.drafts, self.side
             self.drafts, self.target = self.on_graphs(self.active, *usual)
             try:
@@ -253,11 +238,10 @@ class AssistedDecoding:
     def _make_rounds(self) -> None:
         while self.active:
             try:
-                with self.target.attention():
+                with without_cudnn(self.side.device) if self.target is self.side else nullcontext():
                     while self.active:
                         self.target.prepare(self.active)
                         self.round()
-                        self.side.record_pass()
             except GraphsFailedError as failure:
                 self.drafts, self.target = self.target.after_failure(failure, self.active)
 
@@ -298,11 +282,21 @@ class AssistedDecoding:
             text.stats.generated += len(tokens)
             if text.streamer is not None:
                 text.streamer.put(torch.tensor([tokens], device="cpu"))
-        if not all(stay := self.target.are_unfinished(self.active)):
+        if not all(stay := self._are_unfinished()):
             places = [place for place, stays in enumerate(stay) if stays]
             self.drafts.select(places)
             self.target.select(self.active, places)
             self.active = [self.active[place] for place in places]
+
+    def _are_unfinished(self) -> list[bool]:
+        """For each active sequence, whether further rounds generate tokens for it.
+
+        Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
+        0 up to length 20, so row 0 is unfinished until then."""
+        if not self.texts[0].goes_on:
+            return [not text.finished for text in self.active]
+        last = max(text.end_length for text in self.texts)
+        return [text.length < last for text in self.active]
 
 
 _lock = Lock()

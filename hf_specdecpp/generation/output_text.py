@@ -149,7 +149,8 @@ class OutputText:
         return Emitted(kept, path)
 
     def end(self) -> None:
-        """Called after the call's last round: stores the answer for lookups of later calls, and ends the streamer."""
+        """Called after the call's last round: stores what later calls use of it, and ends the streamer."""
+        self.generator.finish()
         setup = self.generator.setup
         if setup.speculation.lookup == "history":  # for lookups of later calls
             setup.memory.answers.add(self.ids[0, self.prompt_length :].tolist())

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -265,12 +263,10 @@ class SingleTarget(TargetSide):
         cache.activate_past_recording()
         rounds[0].outputs = outputs
 
-    def begin_texts(self, texts: Sequence[OutputText]) -> None:
-        if texts and self.foreign is not None:
+    def prepare(self, texts: Sequence[OutputText]) -> None:
+        if self.foreign is not None and self.trial is None:
             again = reader_again(self.context, self.text.ids, self.generator.method.for_trees)
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
-
-    def prepare(self, texts: Sequence[OutputText]) -> None:
         self.stats.rounds_at_change += self.context.is_at_change(self.text.ids)
         if self.trial is None:  # no additional passes while hooks or patches are on trial
             self.time_one_token()
@@ -290,9 +286,6 @@ class SingleTarget(TargetSide):
         logits: Tensor = self.model(**inputs, return_dict=True).logits
         self.context.cached.roll_back()
         return logits
-
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        return [not self.text.finished]
 
     def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
         passes.context.cache.write(self.context.cache, passes.context.num_tokens)
@@ -314,13 +307,9 @@ class SingleTarget(TargetSide):
             inputs = context.chain_inputs(input_ids, tree.candidates)
         else:
             inputs = context.tree_inputs(input_ids, each.rows)
-        work, clock = self.work_clock(), time.perf_counter()
-        forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
-        with separate_queries() if self.in_half and not context.is_masked else nullcontext():
-            each.outputs = forward(**inputs, return_dict=True)
         each.width = context.width
-        if self.device.type == "cpu":
-            self.timed_pass = each.width, self.work_clock() - work, time.perf_counter() - clock
+        with separate_queries() if self.in_half and not context.is_masked else nullcontext():
+            each.outputs = self.run(inputs, each.width)
         if (point := context.cached.rollback_point) is not None:
             self.stats.state_bytes = point.num_bytes
         if saved is not None and self.trial is not None and not saved.grew_by(each.width):
@@ -377,7 +366,7 @@ class SingleTarget(TargetSide):
         context, ids = self.context, self.text.ids
         is_derived = self.generator.is_paused and self.device.type == "cpu"  # rounds are plain passes
         if not (is_derived or context.cached.pending or context.is_at_change(ids)):
-            self.time_plain_pass(self.text, 1, lambda: context.chain_inputs(ids, []))
+            self.time_plain_pass(1, lambda: context.chain_inputs(ids, []))
 
     def complete(self, texts: Sequence[OutputText]) -> None:
         with self.generator.products:

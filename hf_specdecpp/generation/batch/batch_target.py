@@ -2,11 +2,10 @@
 tokens of each row stay in the cache and are masked. `InStep` is the loop for processors that need all rows at once.
 
 A row that has ended leaves the batch, and its output is padded. Without EOS ids plain `generate()` continues ended rows
-until all rows have ended, and so does this code (`are_unfinished`)."""
+until all rows have ended, and so do these (`OutputText.goes_on`)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -41,10 +40,8 @@ class BatchTarget(TargetSide):
         self.model_kwargs = self.states.requesting(model_kwargs)
         self.context = BatchContext(model, cache_among(model_kwargs), len(texts))
         self.ended_rows: dict[int, Any] = {}  # keys and values of rows that have left, by index
-        # The condition of plain generation.
-        self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)
-        for text in texts:
-            text.goes_on = not self.pads
+        for text in texts:  # on the condition of plain generation
+            text.goes_on = not any(hasattr(each, "eos_token_id") for each in text.criteria)
         is_users = getattr(self.context.cache, "_is_user_defined", False)  # set by `generate()`
         self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
 
@@ -94,15 +91,11 @@ class BatchTarget(TargetSide):
         self.context.close_up()
         if len(texts) == len(self.texts):
             rounds = [Round(text, Chain()) for text in texts]
-            self.time_plain_pass(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
+            self.time_plain_pass(len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
 
     def read(self, rounds: Sequence[Round]) -> None:
         is_token = _is_token(rounds)
-        inputs = self._inputs(rounds, is_token)
-        work, clock = self.work_clock(), time.perf_counter()
-        outputs = self.states.catch(self.model, **inputs, return_dict=True)
-        if self.device.type == "cpu":
-            self.timed_pass = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
+        outputs = self.run(self._inputs(rounds, is_token), is_token.numel())
         if (known := outputs.logits.shape[1]) < is_token.shape[1]:
             reason = f"{type(self.model).__name__} returns logits after {known} of {is_token.shape[1]} tokens"
             raise refusals.LateRefusalError(refusals.NO_BATCH.format(reason))
@@ -187,20 +180,6 @@ class BatchTarget(TargetSide):
             rows.append(row)
         return tuple(rows)
 
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        """For each row of `texts`, whether further rounds generate tokens for it.
-
-        Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
-        0 up to length 20, so row 0 is unfinished until then."""
-        if self.pads:
-            return [not text.finished for text in texts]
-        return [text.length < self._last for text in texts]
-
-    @property
-    def _last(self) -> float:
-        """The length at which all rows have ended: the largest `end_length`, at first the maximum length."""
-        return max(text.end_length for text in self.texts)
-
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):
             self.save_row(texts[place], partial(self.context.row, place))
@@ -239,9 +218,10 @@ class BatchTarget(TargetSide):
 
     def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
         """Lengths of the output rows without padding. Without EOS ids, rows are cut where the last row has ended."""
-        if self.pads:
+        if not texts[0].goes_on:
             return [text.length for text in texts]
-        return [int(min(text.length, self._last)) for text in texts]
+        last = max(text.end_length for text in texts)
+        return [int(min(text.length, last)) for text in texts]
 
     def _sequences(self, texts: Sequence[OutputText]) -> Tensor:
         """Prompts and emitted tokens `[batch, length]`; rows that ended early are padded on the right."""
@@ -302,7 +282,7 @@ class InStep(AssistedDecoding):
                 walk.choose(scores)
             if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks):
                 break  # rows that continue after their end do so only until all rows have ended
-            if any(walk.node is None and not (walk.ended and self.side.pads) for walk in going):
+            if any(walk.node is None and (walk.text.goes_on or not walk.ended) for walk in going):
                 break
             going = [walk for walk in going if walk.node is not None]
         for each, walk in zip(rounds, walks, strict=True):
