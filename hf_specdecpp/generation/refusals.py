@@ -251,7 +251,7 @@ def check_prompt(outputs: Any) -> None:
 
 def check_batch(call: Call, has_trees: bool) -> None:
     """Raise `ValueError` for unsupported batches. Runs before the first forward pass."""
-    target, model_kwargs, criteria = call.target, call.model_kwargs, call.criteria
+    target, model_kwargs, criteria, config = call.target, call.model_kwargs, call.criteria, call.config
     if in_order := [each for each in (*call.processors, *criteria) if remembers(each)]:
         raise ValueError(
             f"{name_of(in_order[0])} may keep state from call to call, for all rows of a batch together. If it depends "
@@ -269,7 +269,9 @@ def check_batch(call: Call, has_trees: bool) -> None:
         reason = "a streamer prints one sequence"
     elif has_trees:
         reason = "trees are verified for one sequence at a time: set tree=False"
-    elif call.config._pad_token_tensor is None and any(class_of(each) is not MaxLengthCriteria for each in criteria):
+    elif config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
+        reason = "hidden states and attentions are returned for single sequences"
+    elif config._pad_token_tensor is None and any(class_of(each) is not MaxLengthCriteria for each in criteria):
         reason = "rows that end early are padded, and there is no pad_token_id"
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"

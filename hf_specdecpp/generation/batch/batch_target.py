@@ -105,24 +105,17 @@ class BatchTarget(TargetSide):
             each.width = is_token.shape[1]
 
     def _split(self, rounds: Sequence[Round], outputs: Any) -> None:
-        """Split the `outputs` of a pass by row: set those of each round, and the `states` of its sequence."""
+        """Split the logits of a pass by row: set `outputs` of each round, and `states` of its sequence."""
         states = self.states.by_row(len(rounds))
-        width = max(len(each.tree) for each in rounds) + 1
-        cache = SimpleNamespace(layers=self.context.layers)
+        width = max(len(each.tree) for each in rounds) + 1  # of the prompt the logits at its last token only
         for place, each in enumerate(rounds):
             logits = outputs.logits[place : place + 1, -width:][:, : len(each.tree) + 1]
-            each.text.states = states[place]
-            hidden, attentions = self._hidden_states(outputs, place), self._attentions(outputs, place, each)
-            # Of the prompt the logits at its last token only. The layers of `cache` give the windows of attentions.
-            each.outputs = SimpleNamespace(logits=logits, hidden_states=hidden, attentions=attentions, cache=cache)
+            each.text.states, each.outputs = states[place], SimpleNamespace(logits=logits)
 
     def commit(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
-            kept = each.emitted.kept
-            if each.text.records.kept:
-                each.text.records.add_states(each.outputs, kept, len(each.tree))
             if each.text.states is not None and not each.is_prompt:
-                each.text.states = each.text.states[:, :kept]
+                each.text.states = each.text.states[:, : each.emitted.kept]
         if not rounds[0].is_prompt:
             kept_of_rows = torch.tensor([each.emitted.kept for each in rounds], device="cpu")
             fed = torch.tensor([1 + len(each.tree) for each in rounds], device="cpu")
@@ -147,38 +140,6 @@ class BatchTarget(TargetSide):
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count
         return inputs
-
-    def _hidden_states(self, outputs: Any, place: int) -> Any:
-        """Row `place` of the pass's hidden states; `None` if not requested. `LateRefusalError` if they are not 3-D."""
-        if not self.config.output_hidden_states:
-            return None
-        if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
-            raise refusals.LateRefusalError(
-                f"{type(self.model).__name__} returns {several[0]}-dimensional hidden states, several for each token, "
-                "which are not put together for a batch. Leave output_hidden_states out."
-            )
-        return tuple(layer[place : place + 1] for layer in outputs.hidden_states)
-
-    def _attentions(self, outputs: Any, place: int, each: Round) -> Any:
-        """Row `place` of the pass's attentions, with the key columns of plain generation; `None` if not requested."""
-        if not self.config.output_attentions:
-            return None
-        attentions = [layer[place : place + 1] for layer in outputs.attentions]
-        further = each.text.length - self.prompt_mask.shape[1]
-        if not further or not attentions:  # sdpa returns no attentions
-            return tuple(attentions)
-        # `stored`: the row's columns in the cache; `shown`: their columns in plain generation.
-        num_candidates, fed = len(each.tree), attentions[0].shape[2]
-        count = num_candidates + 1
-        stored = self.context.valid[place].clone()
-        stored[stored.shape[0] - fed + count :] = False
-        shown = functional.pad(self.prompt_mask[self.texts.index(each.text)], (0, further + num_candidates), value=True)
-        rows = []
-        for layer in attentions:
-            row = layer.new_zeros(*layer.shape[:2], count, len(shown))
-            row[..., shown.to(layer.device)] = layer[:, :, :count][..., stored.to(layer.device)]
-            rows.append(row)
-        return tuple(rows)
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):
