@@ -10,7 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions, Rule, SpeculationConfig
@@ -36,7 +35,6 @@ from hf_specdecpp.trees.attention import check_trees, has_read_tree, refuse_tree
 from hf_specdecpp.trees.growth import check_estimator
 from hf_specdecpp.trees.shapes import Shape, best_shape
 
-logger = logging.get_logger("hf_specdecpp")
 # Plain passes that siblings would have saved before target and draft are tested, once, for reading trees. That test
 # takes about six passes; savings by descendants of siblings are not counted.
 CHECK = 3.0
@@ -291,14 +289,7 @@ def rule_of(
     setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
     """A new stopping rule for the chains of one generation; `plan` is the result of `plan_of`."""
-    config, rule = setup.speculation, setup.rule(target)
-    config = config if config.rule == rule else replace(config, rule=rule)  # also validates the settings
-    decisions = setup.decisions
-    if config.rule == "threshold" and setup.head is None and not decisions.adapt:
-        logger.warning_once(
-            "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
-            "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
-        )
+    config, decisions = replace(setup.speculation, rule=setup.rule(target)), setup.decisions
     learns = config.rule == "threshold" and decisions.adapt
     rates = setup.learned_rates(target, generation_config) if learns else None
     return make_rule(config, setup.estimator, cast("ChainPlan | None", plan), rates, decisions.min_tokens)

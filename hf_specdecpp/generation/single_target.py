@@ -20,7 +20,7 @@ from hf_specdecpp.caches.trial import ReadAgain, SavedCache, Trial
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import TargetSide
 from hf_specdecpp.generation.output_text import OutputText, Round
-from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_positions
+from hf_specdecpp.generation.refusals import check_prompt, gives_positions
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, cache_argument
 from hf_specdecpp.models.checks import frequency_changes
@@ -253,8 +253,7 @@ class SingleTarget(TargetSide):
         context = self.context
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, context.model_kwargs)
         cache = cache_among(outputs)
-        check_prompt(outputs)
-        check_numbers(self.model, outputs.logits, context.model_kwargs.get("attention_mask"))
+        check_prompt(self.model, outputs, context.model_kwargs.get("attention_mask"))
         if self.generator.method.for_trees and self.foreign is None:  # foreign passes are checked by the trial
             reason = context.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
             if reason is not None:

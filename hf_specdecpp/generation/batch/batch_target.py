@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,12 +49,11 @@ class BatchTarget(TargetSide):
         if not refusals.gives_positions(self.model, input_ids, self.model_kwargs):
             raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.no_positions(self.model)))
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)
-        refusals.check_prompt(outputs)
+        mask = self.model_kwargs.get("attention_mask")
+        refusals.check_prompt(self.model, outputs, mask)
         if cache_among(outputs) is not self.context.cache:
             raise refusals.LateRefusalError(refusals.NO_BATCH.format("its forward returns another cache than it gets"))
-        mask = self.model_kwargs.get("attention_mask")
         self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
-        refusals.check_numbers(self.model, outputs.logits, self.prompt_mask)
         self.context.record_pass(self.prompt_mask)
         self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
         self._split(rounds, outputs)
@@ -204,14 +203,13 @@ def _is_token(rounds: Sequence[Round]) -> Tensor:
 class _UnusableLayer(DynamicLayer):
     """The only layer that is left in the cache of a batch, unless restored: reusing the cache raises `ValueError`."""
 
-    def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+    def get_seq_length(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "This cache was used by an assisted batch, whose rows have lost their places. To carry a cache on, pass "
-            "return_dict_in_generate=True and take the cache from what generate() returns."
+            "This cache was filled by an assisted batch, whose rows have lost their places, and cannot be carried on. "
+            "Leave it out, or pass return_dict_in_generate=True and take the cache from what generate() returns."
         )
 
-    def get_seq_length(self) -> int:
-        raise ValueError("This cache was filled by an assisted batch and cannot be carried on. Leave it out.")
+    update: Any = get_seq_length
 
 
 class InStep(AssistedDecoding):

@@ -133,9 +133,7 @@ def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
     plain = generate(target, inputs, return_dict_in_generate=True, output_logits=True)
     if not bool(plain.logits[0].isnan().any()):
         pytest.skip("this transformers computes no NaN there")
-    with pytest.raises(
-        ValueError, match="Row 0 of this batch begins with padding, and MistralForCausalLM computes NaN"
-    ):
+    with pytest.raises(ValueError, match="Row 0 of the prompts has padding, in which MistralForCausalLM computes NaN"):
         generate(target, inputs, assistant)
 
 

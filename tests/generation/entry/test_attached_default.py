@@ -162,7 +162,7 @@ def test_what_shows_only_in_a_batch_s_numbers(own_cache: bool) -> None:
     made.attach(target, default=True)
     ours = answer()
     made.detach()
-    assert "Row 0 of this batch begins with padding" in str(made.stats.refusal)
+    assert "Row 0 of the prompts has padding" in str(made.stats.refusal)
     assert torch.equal(ours.sequences, plain.sequences)
     assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 
