@@ -25,12 +25,6 @@ Drafting: TypeAlias = Generator[list[Tensor], bool | None, Chain]
 Step: TypeAlias = Callable[[list[Tensor]], DraftStep | None]
 
 
-def at_once(chain: Chain) -> Drafting:
-    """A coroutine as `drafting` returns, for a row of a batch whose `chain` was looked up: it runs no draft step."""
-    return chain
-    yield  # makes this a coroutine
-
-
 def next_step(
     session: DraftingSession, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
@@ -138,7 +132,6 @@ class ChainDrafting:
     def draft(self, input_ids: Tensor, longest: int) -> Chain:
         """Draft a chain of at most `longest` candidates after the sequence `input_ids` `[1, length]`."""
         (chain,) = draft_chains([self.step_by_step(input_ids, longest)])
-        chain.passes = self.session.passes
         return chain
 
     def step_by_step(self, input_ids: Tensor, longest: int) -> Drafting:

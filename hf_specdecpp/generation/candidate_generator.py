@@ -6,21 +6,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessor
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.costs import DraftWork
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
-from hf_specdecpp.drafting.chain import ChainDrafting, Drafting, Threshold
+from hf_specdecpp.drafting.chain import ChainDrafting, Threshold, draft_chains, should_continue
 from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
 from hf_specdecpp.generation.refusals import LateRefusalError
@@ -32,7 +30,7 @@ from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, Randomness, TorchRandomness
 from hf_specdecpp.throughput.known_costs import RoundTimes
-from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.throughput.plan import BatchPlan, Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
 from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, SoftmaxBuffer, check_estimator
@@ -41,12 +39,9 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 
 logger = logging.get_logger("hf_specdecpp")
 
-NO_TREES = "This generator drafts trees, which transformers' own loop does not verify. Set tree=False."
-NO_STATES = "This generator's draft reads hidden states of the target, which transformers' own loop does not hand over."
 
-
-class SpecDecPPCandidateGenerator(CandidateGenerator):
-    """Drafts the candidates of one sequence, for the loop of `decoding.py` or transformers' own assisted decoding.
+class SpecDecPPCandidateGenerator:
+    """Drafts the candidates of one sequence, for the loop of `decoding.py`.
 
     `ValueError` for invalid settings, trees that target or draft cannot read, or a batch that the draft cannot serve.
 
@@ -90,10 +85,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         captures = setup.speculation.graphs == "auto" and graphs.can_capture(input_device(target))
         processing, greedy = self.processing.for_draft(), self.randomness is None
         self.draft_processing, self.corrections = setup.draft_processing(processing, target, greedy, captures)
-        at_once = self.processing.answers_all
-        verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         chains = why_chains(setup, target, captures, self.processing)
-        decided = setup.decided(target, verification, self.corrections is not None, chains)
+        decided = setup.decided(target, greedy, self.processing, self.corrections is not None, chains)
         self.stats = SpeculationStats(remedies=setup.remedies, decided=decided)
         self.round_steps = setup.drafter.round_steps(self.vocab_size) if captures else None
         self.plan: Plan | None = plan_of(setup, target, generation_config, captures, trees=chains is None)
@@ -113,7 +106,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         self.is_paused = False
         self._mask, self._shown = attention_mask, 0  # `_shown`: tokens of the sequence passed to the draft so far
-        self._draft_max_length = setup.drafter.max_length
         self._num_accepted = 0
 
     def _observers(self) -> list[Any]:
@@ -136,7 +128,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.is_paused:
             self.corrections = None
 
-    @torch.inference_mode()
     def propose(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> DraftTree:
         """Draft the candidates of the next round: a token tree, or a chain, which has one branch.
 
@@ -147,35 +138,22 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             states: `[1, n, size]`, if the draft reads hidden states of the target: those at the n tokens committed
                 in the last round.
         """
-        times, lookup, method = self.times, self.lookup, self.method
-        if self.plan is not None and not self.is_paused:
-            self.plan.set_length(input_ids.shape[1])  # before the round's clock, because a new plan takes long
-        if times is not None:
-            times.begin_round()
-        if self.is_paused:
-            return Chain()
-        longest, looks_up = self._begin_round(input_ids, states, max_tokens), 0
-        read = self.session.unread - 1
-        if self.plan is not None:
-            self.plan.weigh_reading(self.session.unread, self.left(input_ids.shape[1]))
-        if (lookup is not None and (looks_up := counts_of([lookup])[0])) or (self.plan and self.plan.waits):
-            longest = 0
-        tree = method.draft(input_ids, longest)
-        if times is not None:
-            times.drafted(DraftWork(tree.passes, read, max(len(tree.scores) - tree.passes, 0)))
-        if lookup is not None and method.branches:
-            lookup.branch(tree, looks_up)
-        if method.makes_chains:
-            tree = tree.as_chain()
-        if lookup is not None and not method.branches:
-            found = lookup.found.tokens
-            tree = Chain(found[:looks_up]) if looks_up else lookup.extend(tree, method.survival(tree))
+        (tree,) = propose_together([self], [input_ids], [max_tokens], [states])
         return tree
 
-    def draft_step_by_step(self, input_ids: Tensor, states: Tensor | None) -> Drafting:
-        """A coroutine that drafts the next chain. A batch runs those of all rows together, in shared draft passes."""
-        longest = self._begin_round(input_ids, states, None)
-        return cast(ChainDrafting, self.method).step_by_step(input_ids, longest)
+    def with_lookups(self, tree: DraftTree, count: int, extends: bool) -> DraftTree:
+        """Called after drafting: returns the drafted `tree` with looked-up candidates: `count` of them if that is not
+        0; otherwise, if it `extends`, as many after or beside the drafted ones as are worth their cost."""
+        lookup, method, tree.passes = self.lookup, self.method, self.session.passes
+        if lookup is not None and method.branches:
+            lookup.branch(tree, count)
+        if method.makes_chains:
+            tree = tree.as_chain()
+        if lookup is None or method.branches:
+            return tree
+        if count:
+            return Chain(lookup.found.tokens[:count])
+        return lookup.extend(tree, method.survival(tree)) if extends else tree
 
     def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
         """Called after a round with the accepted nodes `path` of `tree`, in a sequence of `length` tokens: calls the
@@ -189,24 +167,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         tree.distributions.clear()
         if self.is_paused and self.plan is not None:  # a draft that reads no target states may begin now
             self.is_paused = self.setup.drafter.reads is not None or self.plan.leaves_to_target(length)
-
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:
-        """Draft k candidates in transformers' form: token ids `[1, length + k]`, and logits `[1, k, vocab]` whose
-        softmax is q (`None` if k is 0). `ValueError` if the draft reads hidden states, or settings require trees."""
-        if self.setup.drafter.reads is not None:
-            raise ValueError(NO_STATES)
-        self.method.refuse(NO_TREES)
-        self._tree = chain = cast(Chain, self.propose(input_ids))
-        if not len(chain):
-            return input_ids, None
-        candidates = input_ids.new_tensor([chain.candidates])
-        looked_up = chain.candidates[chain.num_drawn :]
-        certain = functional.one_hot(input_ids.new_tensor(looked_up), self.vocab_size).log()
-        return torch.cat((input_ids, candidates), dim=1), torch.stack([*chain.drawn_from, *certain])[None]
-
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
-        """Called by transformers after a round. `num_matches`: number of accepted candidates of the last chain."""
-        self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Called before the first captured round. Returns unmasked tokens `[1, n]` for the draft to read: all, and
@@ -265,7 +225,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             except Exception as error:  # noqa: BLE001 - the text is complete, and must be returned
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
-    def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> int:
+    def begin_round(self, input_ids: Tensor, max_tokens: int | None, states: Tensor | None) -> int:
         """Pass new tokens to the draft and the lookups. Returns the largest depth of the candidates of this round."""
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
@@ -275,13 +235,65 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.lookup is not None:
             self.lookup.look_up(new_tokens[0].tolist(), min(room, most))
         longest = self.method.longest(room, most)
-        return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
+        return int(max(min(room, longest, drafter.max_length - session.length + 1, drafter.places), 0))
 
     def _new_tokens(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens `[1, n]` not yet passed to the draft, and `states` `[1, m, size]`, both without masked tokens."""
         new, is_prompt = input_ids[:, self._shown :], not self._shown
         self._shown = input_ids.shape[1]
         return without_padding(new, states, self._mask) if is_prompt and self._mask is not None else (new, states)
+
+
+@torch.inference_mode()
+def propose_together(
+    rows: Sequence[SpecDecPPCandidateGenerator], texts: Sequence[Tensor], most: Sequence[int | None],
+    states: Sequence[Tensor | None], batch: Any = None,
+) -> list[DraftTree]:  # fmt: skip
+    """Draft the candidates of one sequence, or chains for the rows of a batch in shared draft passes.
+
+    Args:
+        texts, most, states: the arguments of `propose` for each row.
+        batch: runs the draft for all rows of a batch (`Draft.batch`); `None` for a single sequence.
+    """
+    first, plan, lengths = rows[0], rows[0].plan, [text.shape[1] for text in texts]
+    if plan is not None and not first.is_paused:
+        plan.set_length(max(lengths))  # before the round's clock, because a new plan takes long
+    # Costs are those of a complete batch, so they are measured only until a row has ended.
+    times = first.times if len(rows) == first.setup.rows else None
+    if times is not None:
+        times.begin_round()
+    if first.is_paused:
+        return [Chain() for _ in rows]
+    longest = [row.begin_round(*each) for row, *each in zip(rows, texts, most, states, strict=True)]
+    unread = max([row.session.unread for row in rows])
+    if plan is not None:
+        begin = plan.begin_batch if isinstance(plan, BatchPlan) else plan.weigh_reading
+        begin(unread, first.left(min(lengths)))
+    lookups = [row.lookup for row in rows if row.lookup is not None]
+    looks_up = counts_of(lookups) if lookups else [0] * len(rows)
+    if plan is not None and plan.waits:
+        longest = [0] * len(rows)
+    longest = [0 if count else most for count, most in zip(looks_up, longest, strict=True)]
+    if batch is None:
+        trees: list[DraftTree] = [first.method.draft(texts[0], longest[0])]
+    else:
+        methods = [cast(ChainDrafting, row.method) for row in rows]
+        drafting = [method.step_by_step(*each) for method, *each in zip(methods, texts, longest, strict=True)]
+        trees = [*draft_chains(drafting, partial(_run_draft, rows, batch))]
+    if times is not None:
+        passes = max([row.session.passes for row in rows])
+        further = max([len(tree.scores) for tree in trees]) - passes
+        times.drafted(None if any(looks_up) else DraftWork(passes, unread - 1, max(further, 0)))
+    return [row.with_lookups(*each, batch is None) for row, *each in zip(rows, trees, looks_up, strict=True)]
+
+
+def _run_draft(rows: Sequence[SpecDecPPCandidateGenerator], batch: Any, asking: dict[int, list[Tensor]]) -> bool:
+    """Run the draft once for the unfinished rows, if another candidate of each is worth its cost (`draft_chains`)."""
+    rules = [rule for place in asking if (rule := rows[place].method.rule) is not None]
+    goes_on = not any(asking.values()) or should_continue(rules, len(rows))
+    if goes_on:
+        batch.run_draft(asking)
+    return goes_on
 
 
 class TreeDrafting:
@@ -372,7 +384,6 @@ class TreeDrafting:
             growth.grow_by_level(grown, config.tree_budget, self.pace, threshold)
         else:
             growth.grow_exactly(grown, config.tree_budget, threshold)
-        grown.tree.passes = self.session.passes
         return grown.tree
 
     def survival(self, tree: DraftTree) -> float | None:

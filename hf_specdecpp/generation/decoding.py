@@ -22,6 +22,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.generation.candidate_generator import propose_together
 from hf_specdecpp.generation.output_text import OutputText, Round
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.foreign import ForeignPasses
@@ -64,23 +65,36 @@ class RoundTarget(ABC):
 
 
 class Drafts:
-    """Proposes candidates in each round; this base class for one sequence, by its `SpecDecPPCandidateGenerator`."""
+    """Proposes candidates in each round, by the `SpecDecPPCandidateGenerator` of each sequence. `batch`: runs the draft
+    for all rows of a batch (`Draft.batch`); `None` for a single sequence."""
+
+    batch: Any = None
+
+    def __init__(self, batch: Any = None) -> None:
+        self.batch = batch
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         """The next candidates of each of `texts`: a tree, or a chain, which has one branch. Either may be empty."""
-        (text,) = texts
-        return [text.generator.propose(text.ids, target.max_candidates(text), text.states)]
+        if self.batch is None:
+            (text,) = texts
+            return [text.generator.propose(text.ids, target.max_candidates(text), text.states)]
+        generators, ids = [text.generator for text in texts], [text.ids for text in texts]
+        most, states = [target.max_candidates(text) for text in texts], [text.states for text in texts]
+        return propose_together(generators, ids, most, states, self.batch)
 
     def record_outcome(self, rounds: Sequence[Round]) -> None:
-        """Called after each commit: gives the generator the accepted path and, if rounds are timed, the pass width."""
-        (each,) = rounds
-        generator = each.text.generator
-        if generator.times is not None:  # before the plan may compute new decisions, which takes long
-            generator.times.end(each.text.before, each.width)
-        generator.record_outcome(each.tree, each.result.path, each.text.before)
+        """Called after each commit: gives generators the accepted paths and, if rounds are timed, the pass's width."""
+        first = rounds[0].text.generator
+        if first.times is not None and len(rounds) == first.setup.rows:
+            # Before the plan may compute new decisions, which takes long.
+            first.times.end(max([each.text.before for each in rounds]), rounds[0].width)
+        for each in rounds:
+            each.text.generator.record_outcome(each.tree, each.result.path, each.text.before)
 
     def select(self, places: Sequence[int]) -> None:
         """Called when sequences have ended: drops all but those at the indices `places` of the last `texts`."""
+        if self.batch is not None:
+            self.batch.select(places)
 
 
 class GraphsFailedError(RuntimeError):

@@ -155,16 +155,18 @@ class DraftSetup:
         rule, costs = self.speculation.rule, self.speculation.costs
         return "threshold" if rule == "throughput" and costs is None and num_processes(target) > 1 else rule
 
-    def decided(self, target: CausalLM, verification: str, corrects: bool, chains: str | None) -> dict[str, str]:
+    def decided(
+        self, target: CausalLM, greedy: bool, processing: Processing, corrects: bool, chains: str | None
+    ) -> dict[str, str]:
         """The first entries of `SpeculationStats.decided`. `chains`: why no trees are drafted (`why_chains`)."""
-        config = self.speculation
+        config, sampled = self.speculation, self.decisions.verification if processing.answers_all else "token"
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
         trees = "in every round" if config.draws_trees else "where siblings are worth their time"
         return {
             "rule": self.rule(target),
             "costs": costs if self.rule(target) == "throughput" else "unused",
             "estimates": self.described_estimator(target),
-            "verification": verification,
+            "verification": "equality" if greedy else sampled,
             "corrections": "on" if corrects else "off",
             "tree": trees if chains is None else f"chains: {chains}",
         }

@@ -17,8 +17,7 @@ from hf_specdecpp.caches.cached_context import num_rows
 from hf_specdecpp.caches.static import as_growing, copy_back, with_static
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import refusals
-from hf_specdecpp.generation.batch.batch_drafts import BatchDrafts
-from hf_specdecpp.generation.batch.batch_target import BatchTarget, InStep
+from hf_specdecpp.generation.batch_target import BatchTarget, InStep
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.entering import on_graphs
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
@@ -141,7 +140,8 @@ def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[T
         generators.append(assistant.start_generation(call.target, call.config, processors, own, count, first))
     texts = [OutputText(call.target, each, call.criteria, call.config) for each in generators]
     side = BatchTarget(call.target, texts, call.config, call.model_kwargs)
-    parts = texts, BatchDrafts(generators), side, on_graphs
+    drafts = Drafts(generators[0].setup.drafter.batch([each.session for each in generators]))
+    parts = texts, drafts, side, on_graphs
     decoding = AssistedDecoding(*parts) if generators[0].processing.answers_all else InStep(call.processors, *parts)
 
     def run(input_ids: Tensor) -> Any:

@@ -22,7 +22,7 @@ from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.batch.batch_target import BatchTarget
+from hf_specdecpp.generation.batch_target import BatchTarget
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.output_text import OutputText, Round
