@@ -141,9 +141,9 @@ class SpecDecPPCandidateGenerator:
         (tree,) = propose_together([self], [input_ids], [max_tokens], [states])
         return tree
 
-    def with_lookups(self, tree: DraftTree, count: int, extends: bool) -> DraftTree:
+    def with_lookups(self, tree: DraftTree, count: int) -> DraftTree:
         """Called after drafting: returns the drafted `tree` with looked-up candidates: `count` of them if that is not
-        0; otherwise, if it `extends`, as many after or beside the drafted ones as are worth their cost."""
+        0; otherwise, but not in batches, as many after or beside the drafted ones as are worth their cost."""
         lookup, method, tree.passes = self.lookup, self.method, self.session.passes
         if lookup is not None and method.branches:
             lookup.branch(tree, count)
@@ -153,7 +153,7 @@ class SpecDecPPCandidateGenerator:
             return tree
         if count:
             return Chain(lookup.found.tokens[:count])
-        return lookup.extend(tree, method.survival(tree)) if extends else tree
+        return lookup.extend(tree, method.survival(tree)) if self.setup.rows == 1 else tree
 
     def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
         """Called after a round with the accepted nodes `path` of `tree`, in a sequence of `length` tokens: calls the
@@ -264,7 +264,7 @@ def propose_together(
         times.begin_round()
     if first.is_paused:
         return [Chain() for _ in rows]
-    longest = [row.begin_round(*each) for row, *each in zip(rows, texts, most, states, strict=True)]
+    longest = [row.begin_round(*each) for row, each in zip(rows, zip(texts, most, states, strict=True), strict=True)]
     unread = max([row.session.unread for row in rows])
     if plan is not None:
         begin = plan.begin_batch if isinstance(plan, BatchPlan) else plan.weigh_reading
@@ -278,13 +278,13 @@ def propose_together(
         trees: list[DraftTree] = [first.method.draft(texts[0], longest[0])]
     else:
         methods = [cast(ChainDrafting, row.method) for row in rows]
-        drafting = [method.step_by_step(*each) for method, *each in zip(methods, texts, longest, strict=True)]
+        drafting = list(map(ChainDrafting.step_by_step, methods, texts, longest))
         trees = [*draft_chains(drafting, partial(_run_draft, rows, batch))]
     if times is not None:
         passes = max([row.session.passes for row in rows])
         further = max([len(tree.scores) for tree in trees]) - passes
         times.drafted(None if any(looks_up) else DraftWork(passes, unread - 1, max(further, 0)))
-    return [row.with_lookups(*each, batch is None) for row, *each in zip(rows, trees, looks_up, strict=True)]
+    return [row.with_lookups(tree, count) for row, tree, count in zip(rows, trees, looks_up, strict=True)]
 
 
 def _run_draft(rows: Sequence[SpecDecPPCandidateGenerator], batch: Any, asking: dict[int, list[Tensor]]) -> bool:

@@ -275,12 +275,9 @@ class AssistedDecoding:
         rest = (time.perf_counter() - read - waited) / count
         for each in rounds:
             stats = each.text.stats
+            stats.draft_seconds += draft
             stats.target_seconds += target
-            if len(each.tree):
-                stats.draft_seconds += draft
-                stats.overhead_seconds += rest
-            else:
-                stats.overhead_seconds += rest + draft
+            stats.overhead_seconds += rest
 
     def _finish_round(self, rounds: list[Round]) -> None:
         """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`."""

@@ -50,10 +50,11 @@ class SpeculationStats:
         draft_passes: forward passes of the draft in rounds.
         tested_by_rank, accepted_by_rank: how often the root or an accepted node of a tree had a first, second, ...
             child, and how often that child was accepted.
-        draft_seconds: drafting, including the draft's pass over the prompt; of captured rounds only the launch.
+        draft_seconds: drafting, including the draft's pass over the prompt and the decision not to draft; of captured
+            rounds only the launch.
         target_seconds: target passes without the prompt's (`prompt_seconds`). On a GPU this includes waiting for the
             pass during verification, and all work of captured rounds.
-        overhead_seconds: all other time of rounds: verification, processors, streaming, drafting without result.
+        overhead_seconds: all other time of rounds: verification, processors, streaming.
         plain_pass_seconds: estimated seconds of a plain pass over one token, in a batch divided by the rows, or `None`.
         same_pass_seconds: estimated seconds of such a pass with the CPU matrix multiplications of this call.
         compared_passes: additional target passes over one token, to measure plain decoding where the rounds do not show
