@@ -90,13 +90,11 @@ class TargetContext:
         positions = self.model_kwargs.get("position_ids")
         return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 
-    def is_at_change(self, input_ids: Tensor) -> bool:
-        """Whether rotary frequencies change at the next pass, so that it has no candidates (`FrequencyChange`)."""
-        return bool(self.changes) and self.most_candidates(input_ids) == 0
-
     def most_candidates(self, input_ids: Tensor) -> int | None:
         """The largest number of candidates after `input_ids` `[1, length]` with which the next pass has the rotary
-        frequencies of plain `generate()`; `None`: no limit."""
+        frequencies of plain `generate()` (`FrequencyChange`); `None`: no limit."""
+        if not self.changes:
+            return None
         length = input_ids.shape[1]
         if self._padding is None:
             positions = self.model_kwargs.get("position_ids")
@@ -266,7 +264,7 @@ class SingleTarget(TargetSide):
         if self.foreign is not None and self.trial is None:
             again = reader_again(self.context, self.text.ids, self.generator.method.for_trees)
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
-        self.stats.rounds_at_change += self.context.is_at_change(self.text.ids)
+        self.stats.rounds_at_change += self.context.most_candidates(self.text.ids) == 0
         if self.trial is None:  # no additional passes while hooks or patches are on trial
             self.time_one_token()
 
@@ -294,9 +292,8 @@ class SingleTarget(TargetSide):
         # Reading many pending tokens in every round is slower than one round without candidates, which commits them.
         if self.context.cached.pending >= MOST_PENDING or self.stats.refusal is not None:
             return 0
-        room = self.context.most_candidates(text.ids) if self.context.changes else None
-        tried = None if self.trial is None else self.trial.max_candidates
-        return tried if room is None else room if tried is None else min(room, tried)
+        rooms = self.context.most_candidates(text.ids), None if self.trial is None else self.trial.max_candidates
+        return min((room for room in rooms if room is not None), default=None)
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
@@ -364,7 +361,7 @@ class SingleTarget(TargetSide):
         """Time an additional pass over the last token if its time cannot be derived from the rounds."""
         context, ids = self.context, self.text.ids
         is_derived = self.generator.is_paused and self.device.type == "cpu"  # rounds are plain passes
-        if not (is_derived or context.cached.pending or context.is_at_change(ids)):
+        if not (is_derived or context.cached.pending or context.most_candidates(ids) == 0):
             self.time_plain_pass(1, lambda: context.chain_inputs(ids, []))
 
     def complete(self, texts: Sequence[OutputText]) -> None:
