@@ -172,9 +172,8 @@ class BatchTarget(TargetSide):
         sequences = self._sequences(texts)
         if not self.config.return_dict_in_generate:
             return sequences
-        for text in texts:
-            text.records.cut(sequences.shape[1] - self.prompt_mask.shape[1])
-        return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.context.cache)
+        count = sequences.shape[1] - self.prompt_mask.shape[1]
+        return TokenRecords.of_batch([text.records for text in texts], count).output(sequences, self.context.cache)
 
     def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
         """Lengths of the output rows without padding. Without EOS ids, rows are cut where the last row has ended."""

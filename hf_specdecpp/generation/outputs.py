@@ -27,20 +27,17 @@ class TokenRecords:
         self._text_config = text_config
 
     @classmethod
-    def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
-        """Combine scores and logits of a batch's rows: `[batch, vocab]` per token, zeros for rows that have ended."""
+    def of_batch(cls, rows: list[TokenRecords], count: int) -> TokenRecords:
+        """Combine scores and logits of a batch's rows: `[batch, vocab]` for each of the first `count` tokens, with
+        zeros for rows that have ended."""
         together = copy.copy(rows[0])
-        together.kept = {name: _by_step([row.kept[name] for row in rows]) for name in together.kept}
+        together.kept = {name: _by_step([row.kept[name][:count] for row in rows]) for name in together.kept}
         return together
 
     def output(self, sequences: Tensor, cache: Any) -> GenerateDecoderOnlyOutput:
         """The output of `generate()` with token ids `sequences` `[batch, length]`, these records and the `cache`."""
         output: Any = {"sequences": sequences, **self.kept, CACHE: cache}
         return GenerateDecoderOnlyOutput(**output)
-
-    def cut(self, count: int) -> None:
-        """Keep only the entries of the first `count` tokens."""
-        self.kept = {name: each[:count] for name, each in self.kept.items()}
 
     def add_scores(self, scores: Tensor, logits: Tensor, count: int) -> None:
         """Append the first `count` rows of processed `scores` and raw `logits`, both `[n, vocab]`. Rows are copied,
