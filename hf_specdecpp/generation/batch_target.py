@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -25,27 +24,26 @@ from hf_specdecpp.generation import refusals
 from hf_specdecpp.generation.decoding import AssistedDecoding, TargetSide
 from hf_specdecpp.generation.output_text import OutputText, Round, Walk
 from hf_specdecpp.generation.outputs import TokenRecords
-from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
+from hf_specdecpp.models.causal_lm import CACHE, cache_among
 from hf_specdecpp.trees.tree import Chain
 
 
 class BatchTarget(TargetSide):
-    """The target of a batch. `model_kwargs`: arguments of its forward method, prepared by `generate()` for all rows."""
+    """The target of a batch."""
 
-    def __init__(
-        self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig, model_kwargs: dict[str, Any]
-    ) -> None:
-        super().__init__(model, texts, config)
+    def __init__(self, call: refusals.Call, texts: Sequence[OutputText]) -> None:
+        super().__init__(call, texts)
         self.texts = list(texts)
-        self.model_kwargs = self.states.requesting(model_kwargs)
-        self.context = BatchContext(model, cache_among(model_kwargs), len(texts))
+        self.model_kwargs = self.states.requesting(call.model_kwargs)
+        self.context = BatchContext(call.target, cache_among(call.model_kwargs), len(texts))
         self.ended_rows: dict[int, Any] = {}  # keys and values of rows that have left, by index
         for text in texts:  # on the condition of plain generation
             text.goes_on = not any(hasattr(each, "eos_token_id") for each in text.criteria)
         is_users = getattr(self.context.cache, "_is_user_defined", False)  # set by `generate()`
-        self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
+        self.carries_cache, self.is_restored = call.config.return_dict_in_generate or is_users, False
 
-    def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
+    def read_prompt(self, rounds: Sequence[Round]) -> None:
+        input_ids = torch.cat([text.ids for text in self.texts])
         if not refusals.gives_positions(self.model, input_ids, self.model_kwargs):
             raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.no_positions(self.model)))
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)

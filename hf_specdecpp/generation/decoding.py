@@ -17,14 +17,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.candidate_generator import propose_together
 from hf_specdecpp.generation.output_text import OutputText, Round
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.generation.refusals import Call
+from hf_specdecpp.models.causal_lm import input_device
 from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.pass_times import pass_times_of
@@ -117,15 +117,15 @@ class TargetSide(RoundTarget):
     foreign: ForeignPasses | None = None  # hooks and patches that run in the target's passes, if any
     carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
 
-    def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
-        self.model, self.config, self.device = model, config, input_device(model)
+    def __init__(self, call: Call, texts: Sequence[OutputText]) -> None:
+        self.model, self.config, self.device = call.target, call.config, input_device(call.target)
         self.generator, setup = texts[0].generator, texts[0].generator.setup
-        self.states = TargetStates(model, None if self.generator.is_paused else setup.drafter.reads)
-        self.passes, self.work_clock = pass_times_of(model), working_clock()
+        self.states = TargetStates(call.target, None if self.generator.is_paused else setup.drafter.reads)
+        self.passes, self.work_clock = pass_times_of(call.target), working_clock()
 
     @abstractmethod
-    def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        """Run the pass over the prompts `[batch, length]` as plain `generate()` does; sets `outputs` of `rounds`."""
+    def read_prompt(self, rounds: Sequence[Round]) -> None:
+        """Run the pass over the prompts as plain `generate()` does; sets `outputs` of `rounds`."""
 
     def run(self, inputs: dict[str, Any], num_tokens: int) -> Any:
         """Run a round's forward pass over `num_tokens` tokens of all sequences together, with the arguments `inputs`,
@@ -205,10 +205,10 @@ class AssistedDecoding:
         self.target: RoundTarget = side
         self.active = list(texts)
 
-    def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate after the prompts `input_ids` `[batch, length]`. Returns the output of `generate()`."""
+    def run(self) -> Tensor | GenerateDecoderOnlyOutput:
+        """Generate after the prompts. Returns the output of `generate()`."""
         try:
-            self._generate(input_ids)
+            self._generate()
         except BaseException:
             self.side.roll_back()
             raise
@@ -218,11 +218,11 @@ class AssistedDecoding:
             text.end()
         return self.side.output(self.texts)
 
-    def _generate(self, input_ids: Tensor) -> None:
+    def _generate(self) -> None:
         """Run the prompts' forward pass, then rounds until all sequences have ended."""
         products, begin, count = self.texts[0].generator.products, time.perf_counter(), len(self.texts)
         with products:
-            self._read_prompt(input_ids)
+            self._read_prompt()
         for text in self.texts:
             text.stats.plain_passes += 1
             text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # to the first token, copied to the host
@@ -241,12 +241,10 @@ class AssistedDecoding:
             shares = [each and each / count for each in passes]
             text.stats.plain_pass_seconds, text.stats.same_pass_seconds = shares
 
-    def _read_prompt(self, input_ids: Tensor) -> None:
+    def _read_prompt(self) -> None:
         """Run the prompts' forward pass, and emit the first token of each sequence, exactly as plain `generate()`."""
-        for text, ids in zip(self.texts, input_ids.split(1), strict=True):
-            text.begin(ids)
         rounds = [Round(text, Chain(), is_prompt=True) for text in self.texts]
-        self.side.read_prompt(rounds, input_ids)
+        self.side.read_prompt(rounds)
         self._finish_round(rounds)
 
     def _make_rounds(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
@@ -20,7 +19,7 @@ from hf_specdecpp.caches.trial import ReadAgain, SavedCache, Trial
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import TargetSide
 from hf_specdecpp.generation.output_text import OutputText, Round
-from hf_specdecpp.generation.refusals import check_prompt, gives_positions
+from hf_specdecpp.generation.refusals import Call, check_prompt, gives_positions
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, cache_argument
 from hf_specdecpp.models.checks import frequency_changes
@@ -237,18 +236,15 @@ class SingleTarget(TargetSide):
     """The target of a call with a single sequence. Must not be part of a reference cycle, or its cache is freed only by
     the garbage collector."""
 
-    def __init__(
-        self, model: CausalLM, text: OutputText, config: GenerationConfig, model_kwargs: dict[str, Any],
-        foreign: ForeignPasses | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(model, [text], config)
-        self.text, self.stats, self.foreign, self.in_half = text, text.stats, foreign, computes_in_half(model)
-        self.context = TargetContext(model, self.states.requesting(model_kwargs))
+    def __init__(self, call: Call, text: OutputText, foreign: ForeignPasses | None = None) -> None:
+        super().__init__(call, [text])
+        self.text, self.stats, self.foreign, self.in_half = text, text.stats, foreign, computes_in_half(call.target)
+        self.context = TargetContext(call.target, self.states.requesting(call.model_kwargs))
         self.generator.session.bind_cache(self.context)
         self.trial: Trial | None = None
 
-    def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        context = self.context
+    def read_prompt(self, rounds: Sequence[Round]) -> None:
+        context, input_ids = self.context, self.text.ids
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, context.model_kwargs)
         cache = cache_among(outputs)
         check_prompt(self.model, outputs, context.model_kwargs.get("attention_mask"))
