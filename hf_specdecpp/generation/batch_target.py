@@ -144,13 +144,13 @@ class BatchTarget(TargetSide):
         self.positions = self.positions[list(places)]
         self.context.select(places)
 
-    def complete(self, texts: Sequence[OutputText]) -> None:
+    def complete(self) -> None:
         """If the cache is the user's or returned, fill it as plain generation does, with all columns but the last one.
         Columns up to the end of the shortest row are copied; later ones, with padding, are computed in one pass."""
         if not self.carries_cache:
             return
-        sequences = self._sequences(texts)
-        columns, shortest = sequences.shape[1] - 1, min(self._lengths(texts)) - 1
+        sequences = self._sequences()
+        columns, shortest = sequences.shape[1] - 1, min(self._lengths()) - 1
         further = columns - self.prompt_mask.shape[1]
         mask = functional.pad(self.prompt_mask, (0, further), value=True)
         self.context.restore([row for _, row in sorted(self.ended_rows.items())], mask[:, :shortest])
@@ -166,27 +166,27 @@ class BatchTarget(TargetSide):
         if not self.is_restored:
             self.context.cache.layers = [_UnusableLayer()]
 
-    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
-        sequences = self._sequences(texts)
+    def output(self) -> Tensor | GenerateDecoderOnlyOutput:
+        sequences = self._sequences()
         if not self.config.return_dict_in_generate:
             return sequences
         count = sequences.shape[1] - self.prompt_mask.shape[1]
-        return TokenRecords.of_batch([text.records for text in texts], count).output(sequences, self.context.cache)
+        return TokenRecords.of_batch([text.records for text in self.texts], count).output(sequences, self.context.cache)
 
-    def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
+    def _lengths(self) -> list[int]:
         """Lengths of the output rows without padding. Without EOS ids, rows are cut where the last row has ended."""
-        if not texts[0].goes_on:
-            return [text.length for text in texts]
-        last = max(text.end_length for text in texts)
-        return [int(min(text.length, last)) for text in texts]
+        if not self.texts[0].goes_on:
+            return [text.length for text in self.texts]
+        last = max(text.end_length for text in self.texts)
+        return [int(min(text.length, last)) for text in self.texts]
 
-    def _sequences(self, texts: Sequence[OutputText]) -> Tensor:
+    def _sequences(self) -> Tensor:
         """Prompts and emitted tokens `[batch, length]`; rows that ended early are padded on the right."""
-        lengths = self._lengths(texts)
+        lengths = self._lengths()
         pad = self.config._pad_token_tensor
         rows = [
             functional.pad(text.ids[:, :length], (0, max(lengths) - length), value=0 if pad is None else int(pad))
-            for text, length in zip(texts, lengths, strict=True)
+            for text, length in zip(self.texts, lengths, strict=True)
         ]
         return torch.cat(rows)
 

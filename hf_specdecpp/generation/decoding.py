@@ -163,7 +163,7 @@ class TargetSide(RoundTarget):
     # The end of a call. -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def complete(self, texts: Sequence[OutputText]) -> None:
+    def complete(self) -> None:
         """Called after the last round: brings the cache to the state in which plain `generate()` leaves it."""
 
     def roll_back(self) -> None:
@@ -175,7 +175,7 @@ class TargetSide(RoundTarget):
         that `complete` has not restored raises `ValueError` if it is used again."""
 
     @abstractmethod
-    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
+    def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         """The output of `generate()`: token ids `[batch, length]`, or an object with `return_dict_in_generate`."""
 
     def time_plain_pass(self, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
@@ -216,7 +216,7 @@ class AssistedDecoding:
             self.side.end()
         for text in self.texts:
             text.end()
-        return self.side.output(self.texts)
+        return self.side.output()
 
     def _generate(self) -> None:
         """Run the prompts' forward pass, then rounds until all sequences have ended."""
@@ -235,7 +235,7 @@ class AssistedDecoding:
             finally:
                 self.target.leave()
                 self.drafts, self.target = usual
-            self.side.complete(self.texts)
+            self.side.complete()
         for text in self.texts:
             passes = self.side.passes.seconds(count, max(text.stats.rounds, 1), products)
             shares = [each and each / count for each in passes]

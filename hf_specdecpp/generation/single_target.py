@@ -360,7 +360,7 @@ class SingleTarget(TargetSide):
         if not (is_derived or context.cached.pending or context.most_candidates(ids) == 0):
             self.time_plain_pass(1, lambda: context.chain_inputs(ids, []))
 
-    def complete(self, texts: Sequence[OutputText]) -> None:
+    def complete(self) -> None:
         with self.generator.products:
             self.context.read_pending(self.text.ids)
 
@@ -371,6 +371,6 @@ class SingleTarget(TargetSide):
         if self.context.cache is not None:
             stop_recording(self.context.cache)  # the cache can be reused
 
-    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
+    def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         ids, asked = self.text.ids, self.config.return_dict_in_generate
         return self.text.records.output(ids, self.context.cache) if asked else ids
