@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -182,13 +183,12 @@ class BatchTarget(TargetSide):
 
     def _sequences(self) -> Tensor:
         """Prompts and emitted tokens `[batch, length]`; rows that ended early are padded on the right."""
-        lengths = self._lengths()
+        return self.padded([text.ids[0, :length] for text, length in zip(self.texts, self._lengths(), strict=True)])
+
+    def padded(self, rows: list[Tensor]) -> Tensor:
+        """Token ids `[batch, length]` of rows `[n]` of different length, padded on the right."""
         pad = self.config._pad_token_tensor
-        rows = [
-            functional.pad(text.ids[:, :length], (0, max(lengths) - length), value=0 if pad is None else int(pad))
-            for text, length in zip(self.texts, lengths, strict=True)
-        ]
-        return torch.cat(rows)
+        return pad_sequence(rows, batch_first=True, padding_value=0 if pad is None else int(pad))
 
 
 def _is_token(rounds: Sequence[Round]) -> Tensor:
@@ -249,13 +249,10 @@ class InStep(AssistedDecoding):
         """The next processed scores `[vocab]` of each unfinished row (`going`, a part of `walks`). As in plain
         generation, processors get all rows of the call: ended rows are padded, and their scores are 0, and unused."""
         places, latest = [self.texts.index(walk.text) for walk in going], {walk.text: walk.ids for walk in walks}
-        texts = [latest.get(text, text.ids) for text in self.texts]
-        length, pad = going[0].ids.shape[1], self.side.config._pad_token_tensor
-        value = 0 if pad is None else int(pad)
-        ids = [functional.pad(each, (0, length - each.shape[1]), value=value) for each in texts]
+        together = self.side.padded([latest.get(text, text.ids)[0] for text in self.texts])
         raw = torch.stack([walk.raw for walk in going])
-        scores = raw.new_zeros((len(texts), raw.shape[1])).index_copy(0, torch.tensor(places, device=raw.device), raw)
-        together = torch.cat(ids)
+        scores = raw.new_zeros((len(together), raw.shape[1]))
+        scores[places] = raw
         found = self.processors(together, scores)[places]
         for place, walk in zip(places, going, strict=True):
             walk.ids = together[place : place + 1]  # to which processors may have written
