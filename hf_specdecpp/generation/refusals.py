@@ -181,19 +181,16 @@ def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | 
     """For a target with hooks or patches, the results so far of their test (`Trial`); else `None`. `PlainCallError` if
     they make passes over several tokens wrong, or if these cannot be compared with passes over one token."""
     passes = foreign_passes(target, cache)
-    if passes is None:
-        return None
-    reason = passes.reason
-    if reason is None and rows == 1 and can_be_saved(cache) and causal_lm.num_processes(target) == 1:
+    can_compare = rows == 1 and can_be_saved(cache) and causal_lm.num_processes(target) == 1
+    if passes is None or (passes.reason is None and can_compare):
         return passes
-    if reason is None:
-        kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))
-        of = f"a batch of {rows}" if rows > 1 else f"several processes, or of a text in {kinds}"
-        reason = (
-            f"{type(target).__name__} runs {passes.name}, which may treat several tokens otherwise than one. Passes of "
-            f"{of} are not compared with passes over one token"
-        )
-    raise PlainCallError(f"{reason}.")
+    kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))
+    of = f"a batch of {rows}" if rows > 1 else f"several processes, or of a text in {kinds}"
+    not_compared = (
+        f"{type(target).__name__} runs {passes.name}, which may treat several tokens otherwise than one. Passes of "
+        f"{of} are not compared with passes over one token"
+    )
+    raise PlainCallError(f"{passes.reason or not_compared}.")
 
 
 def check_prompt(target: CausalLM, outputs: Any, mask: Tensor | None) -> None:
