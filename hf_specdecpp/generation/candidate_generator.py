@@ -18,7 +18,7 @@ from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.costs import DraftWork
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
-from hf_specdecpp.drafting.chain import ChainDrafting, Threshold, draft_chains, should_continue
+from hf_specdecpp.drafting.chain import ChainDrafting, Threshold, draft_chains, run_shared
 from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
 from hf_specdecpp.generation.refusals import LateRefusalError
@@ -143,8 +143,9 @@ class SpecDecPPCandidateGenerator:
 
     def with_lookups(self, tree: DraftTree, count: int) -> DraftTree:
         """Called after drafting: returns the drafted `tree` with looked-up candidates: `count` of them if that is not
-        0; otherwise, but not in batches, as many after or beside the drafted ones as are worth their cost."""
-        lookup, method, tree.passes = self.lookup, self.method, self.session.passes
+        0; otherwise, but not in batches, as many after or beside the drafted ones as are worth their cost. Trees of one
+        branch become chains."""
+        lookup, method = self.lookup, self.method
         if lookup is not None and method.branches:
             lookup.branch(tree, count)
         if method.makes_chains:
@@ -230,7 +231,7 @@ class SpecDecPPCandidateGenerator:
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
-        room = int(min(MOST_CANDIDATES, self.left(input_ids.shape[1])))
+        room = int(min(MOST_CANDIDATES, max(self._longest - input_ids.shape[1], 0)))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
             self.lookup.look_up(new_tokens[0].tolist(), min(room, most))
@@ -264,36 +265,31 @@ def propose_together(
         times.begin_round()
     if first.is_paused:
         return [Chain() for _ in rows]
-    longest = [row.begin_round(*each) for row, each in zip(rows, zip(texts, most, states, strict=True), strict=True)]
+    longest = list(map(SpecDecPPCandidateGenerator.begin_round, rows, texts, most, states))
     unread = max([row.session.unread for row in rows])
     if plan is not None:
         begin = plan.begin_batch if isinstance(plan, BatchPlan) else plan.weigh_reading
         begin(unread, first.left(min(lengths)))
     lookups = [row.lookup for row in rows if row.lookup is not None]
     looks_up = counts_of(lookups) if lookups else [0] * len(rows)
-    if plan is not None and plan.waits:
-        longest = [0] * len(rows)
-    longest = [0 if count else most for count, most in zip(looks_up, longest, strict=True)]
+    for place, count in enumerate(looks_up):
+        if count or (plan is not None and plan.waits):
+            longest[place] = 0
     if batch is None:
         trees: list[DraftTree] = [first.method.draft(texts[0], longest[0])]
     else:
         methods = [cast(ChainDrafting, row.method) for row in rows]
         drafting = list(map(ChainDrafting.step_by_step, methods, texts, longest))
-        trees = [*draft_chains(drafting, partial(_run_draft, rows, batch))]
+        trees = [*draft_chains(drafting, partial(run_shared, [method.rule for method in methods], batch))]
+        for row, tree in zip(rows, trees, strict=True):
+            tree.passes = row.session.passes
     if times is not None:
         passes = max([row.session.passes for row in rows])
         further = max([len(tree.scores) for tree in trees]) - passes
         times.drafted(None if any(looks_up) else DraftWork(passes, unread - 1, max(further, 0)))
-    return [row.with_lookups(tree, count) for row, tree, count in zip(rows, trees, looks_up, strict=True)]
-
-
-def _run_draft(rows: Sequence[SpecDecPPCandidateGenerator], batch: Any, asking: dict[int, list[Tensor]]) -> bool:
-    """Run the draft once for the unfinished rows, if another candidate of each is worth its cost (`draft_chains`)."""
-    rules = [rule for place in asking if (rule := rows[place].method.rule) is not None]
-    goes_on = not any(asking.values()) or should_continue(rules, len(rows))
-    if goes_on:
-        batch.run_draft(asking)
-    return goes_on
+    if not lookups and not first.method.makes_chains:
+        return trees
+    return list(map(SpecDecPPCandidateGenerator.with_lookups, rows, trees, looks_up))
 
 
 class TreeDrafting:
@@ -384,6 +380,7 @@ class TreeDrafting:
             growth.grow_by_level(grown, config.tree_budget, self.pace, threshold)
         else:
             growth.grow_exactly(grown, config.tree_budget, threshold)
+        grown.tree.passes = self.session.passes
         return grown.tree
 
     def survival(self, tree: DraftTree) -> float | None:

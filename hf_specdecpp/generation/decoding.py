@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -116,6 +117,7 @@ class TargetSide(RoundTarget):
 
     foreign: ForeignPasses | None = None  # hooks and patches that run in the target's passes, if any
     carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
+    timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
     def __init__(self, call: Call, texts: Sequence[OutputText]) -> None:
         self.model, self.config, self.device = call.target, call.config, input_device(call.target)
@@ -129,13 +131,19 @@ class TargetSide(RoundTarget):
 
     def run(self, inputs: dict[str, Any], num_tokens: int) -> Any:
         """Run a round's forward pass over `num_tokens` tokens of all sequences together, with the arguments `inputs`,
-        and return its outputs. On a CPU, where a pass ends when its call returns, record its seconds (`PassTimes`)."""
+        and return its outputs. On a CPU, where a pass ends when its call returns, time it."""
+        forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
         work, clock = self.work_clock(), time.perf_counter()
-        outputs = self.states.catch(self.model, **inputs, return_dict=True)
+        outputs = forward(**inputs, return_dict=True)
         if self.device.type == "cpu":
-            seconds = self.work_clock() - work, time.perf_counter() - clock
-            self.passes.record_pass(num_tokens, *seconds, self.generator.setup.rows, self.generator.products)
+            self.timed_pass = num_tokens, self.work_clock() - work, time.perf_counter() - clock
         return outputs
+
+    def record_pass(self) -> None:
+        """Called after each round: adds the seconds of its pass, if timed, to the target's `PassTimes`."""
+        if self.timed_pass is not None:
+            self.passes.record_pass(*self.timed_pass, self.generator.setup.rows, self.generator.products)
+            self.timed_pass = None
 
     # Called for captured passes. --------------------------------------------------------------------------------------
 
@@ -254,6 +262,7 @@ class AssistedDecoding:
                     while self.active:
                         self.target.prepare(self.active)
                         self.round()
+                        self.side.record_pass()
             except GraphsFailedError as failure:
                 self.drafts, self.target = self.target.after_failure(failure, self.active)
 
@@ -278,7 +287,10 @@ class AssistedDecoding:
             stats.overhead_seconds += rest
 
     def _finish_round(self, rounds: list[Round]) -> None:
-        """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`."""
+        """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`.
+
+        Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
+        0 up to length 20, so row 0 has not ended until then."""
         for each in rounds:  # tokens after the end of a sequence are removed by `emit`
             if not each.is_verified:
                 each.result = each.text.verify(each)
@@ -291,21 +303,15 @@ class AssistedDecoding:
             text.stats.generated += len(tokens)
             if text.streamer is not None:
                 text.streamer.put(torch.tensor([tokens], device="cpu"))
-        if not all(stay := self._are_unfinished()):
+        stay = [not text.finished for text in self.active]
+        if self.texts[0].goes_on:
+            last = max(text.end_length for text in self.texts)
+            stay = [text.length < last for text in self.active]
+        if not all(stay):
             places = [place for place, stays in enumerate(stay) if stays]
             self.drafts.select(places)
             self.target.select(self.active, places)
             self.active = [self.active[place] for place in places]
-
-    def _are_unfinished(self) -> list[bool]:
-        """For each active sequence, whether further rounds generate tokens for it.
-
-        Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
-        0 up to length 20, so row 0 is unfinished until then."""
-        if not self.texts[0].goes_on:
-            return [not text.finished for text in self.active]
-        last = max(text.end_length for text in self.texts)
-        return [text.length < last for text in self.active]
 
 
 _lock = Lock()

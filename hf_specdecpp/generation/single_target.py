@@ -288,8 +288,9 @@ class SingleTarget(TargetSide):
         # Reading many pending tokens in every round is slower than one round without candidates, which commits them.
         if self.context.cached.pending >= MOST_PENDING or self.stats.refusal is not None:
             return 0
-        rooms = self.context.most_candidates(text.ids), None if self.trial is None else self.trial.max_candidates
-        return min((room for room in rooms if room is not None), default=None)
+        room = self.context.most_candidates(text.ids) if self.context.changes else None
+        tried = None if self.trial is None else self.trial.max_candidates
+        return tried if room is None else room if tried is None else min(room, tried)
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
