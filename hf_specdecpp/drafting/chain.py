@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -235,6 +235,15 @@ def should_continue(rules: Sequence[StoppingRule], rows: int) -> bool:
 
     Example: two of four rows still draft, and their `worth` is 3 and 1.7. They go on, because 3 + 1.7 > 4."""
     return sum(rule.worth for rule in rules) > rows
+
+
+def run_shared(rules: Sequence[StoppingRule], batch: Any, asking: dict[int, list[Tensor]]) -> bool:
+    """For `draft_chains`: run the draft of a `batch` (`Draft.batch`) once for the rows `asking`, unless another
+    candidate of each is not worth its cost: then return `False`. `rules`: of all rows."""
+    goes_on = not any(asking.values()) or should_continue([rules[place] for place in asking], len(rules))
+    if goes_on and batch is not None:
+        batch.run_draft(asking)
+    return goes_on
 
 
 class FixedLength(StoppingRule):

@@ -6,33 +6,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import GenerationConfig, LogitsProcessor
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.costs import DraftWork
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
-from hf_specdecpp.drafting.chain import ChainDrafting, Drafting, Threshold
+from hf_specdecpp.drafting.chain import ChainDrafting, Threshold, draft_chains, run_shared
 from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
 from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of, why_chains, without_padding
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.lookup.looking_up import LookingUp, counts_of
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text, modules_of, num_logits
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text, num_logits
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, Randomness, TorchRandomness
 from hf_specdecpp.throughput.known_costs import RoundTimes
-from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.throughput.plan import BatchPlan, Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
 from hf_specdecpp.trees.growth import Growth, Slots, check_estimator
@@ -41,12 +39,9 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 
 logger = logging.get_logger("hf_specdecpp")
 
-NO_TREES = "This generator drafts trees, which transformers' own loop does not verify. Set tree=False."
-NO_STATES = "This generator's draft reads hidden states of the target, which transformers' own loop does not hand over."
 
-
-class SpecDecPPCandidateGenerator(CandidateGenerator):
-    """Drafts the candidates of one sequence, for the loop of `decoding.py` or transformers' own assisted decoding.
+class SpecDecPPCandidateGenerator:
+    """Drafts the candidates of one sequence, for the loop of `decoding.py`.
 
     `ValueError` for invalid settings, trees that target or draft cannot read, or a batch that the draft cannot serve.
 
@@ -90,10 +85,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         captures = setup.speculation.graphs == "auto" and graphs.can_capture(input_device(target))
         processing, greedy = self.processing.for_draft(), self.randomness is None
         self.draft_processing, self.corrections = setup.draft_processing(processing, target, greedy, captures)
-        at_once = self.processing.answers_all
-        verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         chains = why_chains(setup, target, captures, self.processing)
-        decided = setup.decided(target, verification, self.corrections is not None, chains)
+        decided = setup.decided(target, greedy, self.processing, self.corrections is not None, chains)
         self.stats = SpeculationStats(remedies=setup.remedies, decided=decided)
         fuse = setup.speculation.compile
         self.round_steps = setup.drafter.round_steps(self.vocab_size, fuse) if captures else None
@@ -114,7 +107,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         self.is_paused = False
         self._mask, self._shown = attention_mask, 0  # `_shown`: tokens of the sequence passed to the draft so far
-        self._draft_max_length = setup.drafter.max_length
         self._num_accepted = 0
 
     def _observers(self) -> list[Any]:
@@ -123,9 +115,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     @cached_property
     def products(self) -> FasterProducts:
         """Made by `DraftSetup.products` at first use, which is slow: every weight with a copy is read."""
-        begin, own = time.perf_counter(), set(modules_of(self._target))
+        begin = time.perf_counter()
         products = self.setup.products(self._target)
-        self.stats.has_products = any(layer in own for layer in products.layers)
         self._describe(products)
         self.stats.preparing_seconds += time.perf_counter() - begin
         return products
@@ -138,7 +129,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.is_paused:
             self.corrections = None
 
-    @torch.inference_mode()
     def propose(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> DraftTree:
         """Draft the candidates of the next round: a token tree, or a chain, which has one branch.
 
@@ -149,35 +139,23 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             states: `[1, n, size]`, if the draft reads hidden states of the target: those at the n tokens committed
                 in the last round.
         """
-        times, lookup, method = self.times, self.lookup, self.method
-        if self.plan is not None and not self.is_paused:
-            self.plan.set_length(input_ids.shape[1])  # before the round's clock, because a new plan takes long
-        if times is not None:
-            times.begin_round()
-        if self.is_paused:
-            return Chain()
-        longest, looks_up = self._begin_round(input_ids, states, max_tokens), 0
-        read = self.session.unread - 1
-        if self.plan is not None:
-            self.plan.weigh_reading(self.session.unread, self.left(input_ids.shape[1]))
-        if (lookup is not None and (looks_up := counts_of([lookup])[0])) or (self.plan and self.plan.waits):
-            longest = 0
-        tree = method.draft(input_ids, longest)
-        if times is not None:
-            times.drafted(DraftWork(tree.passes, read, max(len(tree.scores) - tree.passes, 0)))
-        if lookup is not None and method.branches:
-            lookup.branch(tree, looks_up)
-        if method.makes_chains:
-            tree = tree.as_chain()
-        if lookup is not None and not method.branches:
-            found = lookup.found.tokens
-            tree = Chain(found[:looks_up]) if looks_up else lookup.extend(tree, method.survival(tree))
+        (tree,) = propose_together([self], [input_ids], [max_tokens], [states])
         return tree
 
-    def draft_step_by_step(self, input_ids: Tensor, states: Tensor | None) -> Drafting:
-        """A coroutine that drafts the next chain. A batch runs those of all rows together, in shared draft passes."""
-        longest = self._begin_round(input_ids, states, None)
-        return cast(ChainDrafting, self.method).step_by_step(input_ids, longest)
+    def with_lookups(self, tree: DraftTree, count: int) -> DraftTree:
+        """Called after drafting: returns the drafted `tree` with looked-up candidates: `count` of them if that is not
+        0; otherwise, but not in batches, as many after or beside the drafted ones as are worth their cost. Trees of one
+        branch become chains."""
+        lookup, method = self.lookup, self.method
+        if lookup is not None and method.branches:
+            lookup.branch(tree, count)
+        if method.makes_chains:
+            tree = tree.as_chain()
+        if lookup is None or method.branches:
+            return tree
+        if count:
+            return Chain(lookup.found.tokens[:count])
+        return lookup.extend(tree, method.survival(tree)) if self.setup.rows == 1 else tree
 
     def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
         """Called after a round with the accepted nodes `path` of `tree`, in a sequence of `length` tokens: calls the
@@ -191,24 +169,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         tree.distributions.clear()
         if self.is_paused and self.plan is not None:  # a draft that reads no target states may begin now
             self.is_paused = self.setup.drafter.reads is not None or self.plan.leaves_to_target(length)
-
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:
-        """Draft k candidates in transformers' form: token ids `[1, length + k]`, and logits `[1, k, vocab]` whose
-        softmax is q (`None` if k is 0). `ValueError` if the draft reads hidden states, or settings require trees."""
-        if self.setup.drafter.reads is not None:
-            raise ValueError(NO_STATES)
-        self.method.refuse(NO_TREES)
-        self._tree = chain = cast(Chain, self.propose(input_ids))
-        if not len(chain):
-            return input_ids, None
-        candidates = input_ids.new_tensor([chain.candidates])
-        looked_up = chain.candidates[chain.num_drawn :]
-        certain = functional.one_hot(input_ids.new_tensor(looked_up), self.vocab_size).log()
-        return torch.cat((input_ids, candidates), dim=1), torch.stack([*chain.drawn_from, *certain])[None]
-
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
-        """Called by transformers after a round. `num_matches`: number of accepted candidates of the last chain."""
-        self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Called before the first captured round. Returns unmasked tokens `[1, n]` for the draft to read: all, and
@@ -258,7 +218,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.decided["products"] = products.described + in_int8
 
     def finish(self) -> None:
-        """Called at the end of a call: adds its measured rounds to the learned costs. Errors are logged, not raised."""
+        """Called at the end of a call: adds its measured rounds to the learned costs. Errors are logged, not raised.
+        Of a batch only the first row measures rounds."""
         self._describe(self.products)  # copies may have been made meanwhile
         if self.plan is not None and self.times is not None:
             try:
@@ -266,23 +227,70 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             except Exception as error:  # noqa: BLE001 - the text is complete, and must be returned
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
-    def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> int:
+    def begin_round(self, input_ids: Tensor, max_tokens: int | None, states: Tensor | None) -> int:
         """Pass new tokens to the draft and the lookups. Returns the largest depth of the candidates of this round."""
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
-        room = int(min(MOST_CANDIDATES, self.left(input_ids.shape[1])))
+        room = int(min(MOST_CANDIDATES, max(self._longest - input_ids.shape[1], 0)))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
             self.lookup.look_up(new_tokens[0].tolist(), min(room, most))
         longest = self.method.longest(room, most)
-        return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
+        return int(max(min(room, longest, drafter.max_length - session.length + 1, drafter.places), 0))
 
     def _new_tokens(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens `[1, n]` not yet passed to the draft, and `states` `[1, m, size]`, both without masked tokens."""
         new, is_prompt = input_ids[:, self._shown :], not self._shown
         self._shown = input_ids.shape[1]
         return without_padding(new, states, self._mask) if is_prompt and self._mask is not None else (new, states)
+
+
+@torch.inference_mode()
+def propose_together(
+    rows: Sequence[SpecDecPPCandidateGenerator], texts: Sequence[Tensor], most: Sequence[int | None],
+    states: Sequence[Tensor | None], batch: Any = None,
+) -> list[DraftTree]:  # fmt: skip
+    """Draft the candidates of one sequence, or chains for the rows of a batch in shared draft passes.
+
+    Args:
+        texts, most, states: the arguments of `propose` for each row.
+        batch: runs the draft for all rows of a batch (`Draft.batch`); `None` if each row runs it alone.
+    """
+    first, plan, lengths = rows[0], rows[0].plan, [text.shape[1] for text in texts]
+    if plan is not None and not first.is_paused:
+        plan.set_length(max(lengths))  # before the round's clock, because a new plan takes long
+    # Costs are those of a complete batch, so they are measured only until a row has ended.
+    times = first.times if len(rows) == first.setup.rows else None
+    if times is not None:
+        times.begin_round()
+    if first.is_paused:
+        return [Chain() for _ in rows]
+    longest = list(map(SpecDecPPCandidateGenerator.begin_round, rows, texts, most, states))
+    unread = max([row.session.unread for row in rows])
+    if plan is not None:
+        begin = plan.begin_batch if isinstance(plan, BatchPlan) else plan.weigh_reading
+        begin(unread, first.left(min(lengths)))
+    lookups = [row.lookup for row in rows if row.lookup is not None]
+    looks_up = counts_of(lookups) if lookups else [0] * len(rows)
+    for place, count in enumerate(looks_up):
+        if count or (plan is not None and plan.waits):
+            longest[place] = 0
+    if first.setup.rows == 1:
+        trees: list[DraftTree] = [first.method.draft(texts[0], longest[0])]
+    else:
+        methods = [cast(ChainDrafting, row.method) for row in rows]
+        drafting = list(map(ChainDrafting.step_by_step, methods, texts, longest))
+        trees = [*draft_chains(drafting, partial(run_shared, [method.rule for method in methods], batch))]
+        for row, tree in zip(rows, trees, strict=True):
+            tree.passes = row.session.passes
+    if times is not None:
+        passes = max([row.session.passes for row in rows])
+        further = max([len(tree.scores) for tree in trees]) - passes
+        times.drafted(None if any(looks_up) else DraftWork(passes, unread - 1, max(further, 0)))
+    if not lookups and not first.method.makes_chains:
+        return trees
+    return list(map(SpecDecPPCandidateGenerator.with_lookups, rows, trees, looks_up))
 
 
 class TreeDrafting:

@@ -11,19 +11,21 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.generation.candidate_generator import propose_together
 from hf_specdecpp.generation.output_text import OutputText, Round
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.generation.refusals import Call
+from hf_specdecpp.models.causal_lm import input_device
 from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.pass_times import pass_times_of
@@ -34,10 +36,6 @@ MEMORY = "memory ended"
 
 class RoundTarget(ABC):
     """Runs the target's forward passes: `TargetSide` by the target's forward method, `GraphTarget` by CUDA graphs."""
-
-    def attention(self) -> AbstractContextManager[None]:
-        """The context in which all rounds run. `TargetSide` excludes cuDNN's attention kernels (`without_cudnn`)."""
-        return nullcontext()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - optional in subclasses
         """Called before each round, and not timed with it: may compact a batch's cache, or time a one-token pass."""
@@ -55,10 +53,6 @@ class RoundTarget(ABC):
     def commit(self, rounds: Sequence[Round]) -> None:
         """Called after verification: drops rejected candidates from the cache and from the states that drafts read."""
 
-    @abstractmethod
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        """For each of `texts`, whether further rounds generate tokens for it."""
-
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - does nothing for a single sequence
         """Called when some of `texts` have ended: drops all but those at indices `places`, such as [0, 2] of 3."""
 
@@ -72,23 +66,36 @@ class RoundTarget(ABC):
 
 
 class Drafts:
-    """Proposes candidates in each round; this base class for one sequence, by its `SpecDecPPCandidateGenerator`."""
+    """Proposes candidates in each round, by the `SpecDecPPCandidateGenerator` of each sequence. `batch`: runs the draft
+    for all rows of a batch (`Draft.batch`); `None` if each row runs it alone."""
+
+    batch: Any = None
+
+    def __init__(self, batch: Any = None) -> None:
+        self.batch = batch
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         """The next candidates of each of `texts`: a tree, or a chain, which has one branch. Either may be empty."""
-        (text,) = texts
-        return [text.generator.propose(text.ids, target.max_candidates(text), text.states)]
+        if texts[0].generator.setup.rows == 1:
+            (text,) = texts
+            return [text.generator.propose(text.ids, target.max_candidates(text), text.states)]
+        generators, ids = [text.generator for text in texts], [text.ids for text in texts]
+        most, states = [target.max_candidates(text) for text in texts], [text.states for text in texts]
+        return propose_together(generators, ids, most, states, self.batch)
 
     def record_outcome(self, rounds: Sequence[Round]) -> None:
-        """Called after each commit: gives the generator the accepted path and, if rounds are timed, the pass width."""
-        (each,) = rounds
-        generator = each.text.generator
-        if generator.times is not None:  # before the plan may compute new decisions, which takes long
-            generator.times.end(each.text.before, each.width)
-        generator.record_outcome(each.tree, each.result.path, each.text.before)
+        """Called after each commit: gives generators the accepted paths and, if rounds are timed, the pass's width."""
+        first = rounds[0].text.generator
+        if first.times is not None and len(rounds) == first.setup.rows:
+            # Before the plan may compute new decisions, which takes long.
+            first.times.end(max([each.text.before for each in rounds]), rounds[0].width)
+        for each in rounds:
+            each.text.generator.record_outcome(each.tree, each.result.path, each.text.before)
 
     def select(self, places: Sequence[int]) -> None:
         """Called when sequences have ended: drops all but those at the indices `places` of the last `texts`."""
+        if self.batch is not None:
+            self.batch.select(places)
 
 
 class GraphsFailedError(RuntimeError):
@@ -112,21 +119,31 @@ class TargetSide(RoundTarget):
     carries_cache = False  # whether a batch leaves its cache as plain `generate()` does
     timed_pass: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass
 
-    def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
-        self.model, self.config, self.device = model, config, input_device(model)
+    def __init__(self, call: Call, texts: Sequence[OutputText]) -> None:
+        self.model, self.config, self.device = call.target, call.config, input_device(call.target)
         self.generator, setup = texts[0].generator, texts[0].generator.setup
-        self.states = TargetStates(model, None if self.generator.is_paused else setup.drafter.reads)
-        self.passes, self.work_clock = pass_times_of(model), working_clock()
-
-    def attention(self) -> AbstractContextManager[None]:
-        return without_cudnn(self.device)
+        self.states = TargetStates(call.target, None if self.generator.is_paused else setup.drafter.reads)
+        self.passes, self.work_clock = pass_times_of(call.target), working_clock()
 
     @abstractmethod
-    def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        """Run the pass over the prompts `[batch, length]` as plain `generate()` does; sets `outputs` of `rounds`."""
+    def read_prompt(self, rounds: Sequence[Round]) -> None:
+        """Run the pass over the prompts as plain `generate()` does; sets `outputs` of `rounds`."""
 
-    def begin_texts(self, texts: Sequence[OutputText]) -> None:
-        """Called once, after the prompts' pass and before the first round, with the unfinished sequences."""
+    def run(self, inputs: dict[str, Any], num_tokens: int) -> Any:
+        """Run a round's forward pass over `num_tokens` tokens of all sequences together, with the arguments `inputs`,
+        and return its outputs. On a CPU, where a pass ends when its call returns, time it."""
+        forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
+        work, clock = self.work_clock(), time.perf_counter()
+        outputs = forward(**inputs, return_dict=True)
+        if self.device.type == "cpu":
+            self.timed_pass = num_tokens, self.work_clock() - work, time.perf_counter() - clock
+        return outputs
+
+    def record_pass(self) -> None:
+        """Called after each round: adds the seconds of its pass, if timed, to the target's `PassTimes`."""
+        if self.timed_pass is not None:
+            self.passes.record_pass(*self.timed_pass, self.generator.setup.rows, self.generator.products)
+            self.timed_pass = None
 
     # Called for captured passes. --------------------------------------------------------------------------------------
 
@@ -154,7 +171,7 @@ class TargetSide(RoundTarget):
     # The end of a call. -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def complete(self, texts: Sequence[OutputText]) -> None:
+    def complete(self) -> None:
         """Called after the last round: brings the cache to the state in which plain `generate()` leaves it."""
 
     def roll_back(self) -> None:
@@ -166,23 +183,17 @@ class TargetSide(RoundTarget):
         that `complete` has not restored raises `ValueError` if it is used again."""
 
     @abstractmethod
-    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
+    def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         """The output of `generate()`: token ids `[batch, length]`, or an object with `return_dict_in_generate`."""
 
-    def record_pass(self) -> None:
-        """Called after each round: adds the seconds of its pass, if timed, to the target's `PassTimes`."""
-        if self.timed_pass is not None:
-            self.passes.record_pass(*self.timed_pass, self.generator.setup.rows, self.generator.products)
-            self.timed_pass = None
-
-    def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
+    def time_plain_pass(self, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
         """Called before each round: if the target's `PassTimes` need it, time an additional pass over one token of each
-        of `rows` sequences, with the arguments `inputs()`. Counted in the statistics of the sequence `first`."""
+        of `rows` sequences, with the arguments `inputs()`. Counted in the statistics of the first sequence."""
         if self.passes.is_missing(rows, self.generator.products):
-            begin = time.perf_counter()
+            begin, stats = time.perf_counter(), self.generator.stats
             self.passes.make(rows, self.model, inputs())
-            first.stats.compared_passes += 1
-            first.stats.preparing_seconds += time.perf_counter() - begin
+            stats.compared_passes += 1
+            stats.preparing_seconds += time.perf_counter() - begin
 
 
 Choose: TypeAlias = Callable[[Sequence[OutputText], Drafts, TargetSide], tuple[Drafts, RoundTarget]]
@@ -202,32 +213,28 @@ class AssistedDecoding:
         self.target: RoundTarget = side
         self.active = list(texts)
 
-    def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate after the prompts `input_ids` `[batch, length]`. Returns the output of `generate()`."""
+    def run(self) -> Tensor | GenerateDecoderOnlyOutput:
+        """Generate after the prompts. Returns the output of `generate()`."""
         try:
-            self._generate(input_ids)
+            self._generate()
         except BaseException:
             self.side.roll_back()
             raise
         finally:
             self.side.end()
-        self.texts[0].generator.finish()
-        first = self.texts[0].stats
         for text in self.texts:
-            text.stats.decided["products"], text.stats.has_products = first.decided["products"], first.has_products
             text.end()
-        return self.side.output(self.texts)
+        return self.side.output()
 
-    def _generate(self, input_ids: Tensor) -> None:
+    def _generate(self) -> None:
         """Run the prompts' forward pass, then rounds until all sequences have ended."""
         products, begin, count = self.texts[0].generator.products, time.perf_counter(), len(self.texts)
         with products:
-            self._read_prompt(input_ids)
+            self._read_prompt()
         for text in self.texts:
             text.stats.plain_passes += 1
             text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # to the first token, copied to the host
         with self.side.model._optimize_model_for_decode():
-            self.side.begin_texts(self.active)
             usual = self.drafts, self.side
             self.drafts, self.target = self.on_graphs(self.active, *usual)
             try:
@@ -236,24 +243,22 @@ class AssistedDecoding:
             finally:
                 self.target.leave()
                 self.drafts, self.target = usual
-            self.side.complete(self.texts)
+            self.side.complete()
         for text in self.texts:
             passes = self.side.passes.seconds(count, max(text.stats.rounds, 1), products)
             shares = [each and each / count for each in passes]
             text.stats.plain_pass_seconds, text.stats.same_pass_seconds = shares
 
-    def _read_prompt(self, input_ids: Tensor) -> None:
+    def _read_prompt(self) -> None:
         """Run the prompts' forward pass, and emit the first token of each sequence, exactly as plain `generate()`."""
-        for text, ids in zip(self.texts, input_ids.split(1), strict=True):
-            text.begin(ids)
         rounds = [Round(text, Chain(), is_prompt=True) for text in self.texts]
-        self.side.read_prompt(rounds, input_ids)
+        self.side.read_prompt(rounds)
         self._finish_round(rounds)
 
     def _make_rounds(self) -> None:
         while self.active:
             try:
-                with self.target.attention():
+                with without_cudnn(self.side.device) if self.target is self.side else nullcontext():
                     while self.active:
                         self.target.prepare(self.active)
                         self.round()
@@ -277,15 +282,15 @@ class AssistedDecoding:
         rest = (time.perf_counter() - read - waited) / count
         for each in rounds:
             stats = each.text.stats
+            stats.draft_seconds += draft
             stats.target_seconds += target
-            if len(each.tree):
-                stats.draft_seconds += draft
-                stats.overhead_seconds += rest
-            else:
-                stats.overhead_seconds += rest + draft
+            stats.overhead_seconds += rest
 
     def _finish_round(self, rounds: list[Round]) -> None:
-        """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`."""
+        """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`.
+
+        Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
+        0 up to length 20, so row 0 has not ended until then."""
         for each in rounds:  # tokens after the end of a sequence are removed by `emit`
             if not each.is_verified:
                 each.result = each.text.verify(each)
@@ -298,7 +303,11 @@ class AssistedDecoding:
             text.stats.generated += len(tokens)
             if text.streamer is not None:
                 text.streamer.put(torch.tensor([tokens], device="cpu"))
-        if not all(stay := self.target.are_unfinished(self.active)):
+        stay = [not text.finished for text in self.active]
+        if self.texts[0].goes_on:
+            last = max(text.end_length for text in self.texts)
+            stay = [text.length < last for text in self.active]
+        if not all(stay):
             places = [place for place, stays in enumerate(stay) if stays]
             self.drafts.select(places)
             self.target.select(self.active, places)

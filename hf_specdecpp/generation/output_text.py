@@ -12,14 +12,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.caches.cached_context import PathRows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.generation.refusals import Call
 from hf_specdecpp.sampling.ngram_corrections import contexts_of
 from hf_specdecpp.sampling.processors import class_of, extend
 from hf_specdecpp.sampling.randomness import NothingToDrawError, Randomness, waits_for_reads
@@ -55,7 +53,7 @@ class RoundResult:
 
 
 class OutputText:
-    """A sequence during its `generate()` call.
+    """A sequence during its `generate()` call. `ids`: `[1, length]`, at first the prompt.
 
     Attributes:
         length: number of tokens of the prompt and emitted ones.
@@ -70,19 +68,17 @@ class OutputText:
         records: scores, logits, hidden states and attentions for `return_dict_in_generate`.
     """
 
-    length: int
-    prompt_length: int
     before: int
-    waits: bool
     states: Tensor | None = None
 
-    def __init__(
-        self, target: CausalLM, generator: SpecDecPPCandidateGenerator, criteria: StoppingCriteriaList,
-        config: GenerationConfig, streamer: BaseStreamer | None = None,
-    ) -> None:  # fmt: skip
-        self.generator, self.stats, self.streamer = generator, generator.stats, streamer
+    def __init__(self, call: Call, generator: SpecDecPPCandidateGenerator, ids: Tensor) -> None:
+        self.generator, self.stats, self.streamer = generator, generator.stats, call.streamer
+        self._ids, self._further = ids, list[int]()  # `_further`: emitted tokens, not yet in `_ids`
+        self.length = self.prompt_length = ids.shape[1]
+        self.waits = waits_for_reads(ids.device)
         self.finished = self.goes_on = self.is_rewritten = False
-        self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
+        self.records = TokenRecords(call.config, call.target.config.get_text_config(decoder=True))
+        self.criteria = criteria = call.criteria
         # Length and EOS criteria are checked on the host once per round; any other criterion is called for each token.
         lengths = [c.max_length for c in criteria if class_of(c) is MaxLengthCriteria]
         self.max_length: float = min(lengths, default=math.inf)
@@ -91,11 +87,6 @@ class OutputText:
         self.all_simple = all(class_of(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
         self.processing, self.randomness = generator.processing, generator.randomness
         self.verification, self.keeps_raw = generator.setup.decisions.verification, "logits" in self.records.kept
-
-    def begin(self, ids: Tensor) -> None:
-        """Start with the prompt `ids` `[1, length]`."""
-        self._ids, self.length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
-        self.prompt_length, self._further = self.length, list[int]()  # `_further`: emitted tokens, not yet in `_ids`
 
     @property
     def ids(self) -> Tensor:
@@ -148,7 +139,8 @@ class OutputText:
         return Emitted(kept, path)
 
     def end(self) -> None:
-        """Called after the call's last round: stores the answer for lookups of later calls, and ends the streamer."""
+        """Called after the call's last round: stores what later calls use of it, and ends the streamer."""
+        self.generator.finish()
         setup = self.generator.setup
         if setup.speculation.lookup == "history":  # for lookups of later calls
             setup.memory.answers.add(self.ids[0, self.prompt_length :].tolist())

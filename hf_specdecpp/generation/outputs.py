@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,20 +27,17 @@ class TokenRecords:
         self._text_config = text_config
 
     @classmethod
-    def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
-        """Combine the records of a batch's rows: `[batch, ...]` per token, with zeros for rows that have ended."""
+    def of_batch(cls, rows: list[TokenRecords], count: int) -> TokenRecords:
+        """Combine scores and logits of a batch's rows: `[batch, vocab]` for each of the first `count` tokens, with
+        zeros for rows that have ended."""
         together = copy.copy(rows[0])
-        together.kept = {name: _by_step([row.kept[name] for row in rows]) for name in together.kept}
+        together.kept = {name: _by_step([row.kept[name][:count] for row in rows]) for name in together.kept}
         return together
 
     def output(self, sequences: Tensor, cache: Any) -> GenerateDecoderOnlyOutput:
         """The output of `generate()` with token ids `sequences` `[batch, length]`, these records and the `cache`."""
         output: Any = {"sequences": sequences, **self.kept, CACHE: cache}
         return GenerateDecoderOnlyOutput(**output)
-
-    def cut(self, count: int) -> None:
-        """Keep only the entries of the first `count` tokens."""
-        self.kept = {name: each[:count] for name, each in self.kept.items()}
 
     def add_scores(self, scores: Tensor, logits: Tensor, count: int) -> None:
         """Append the first `count` rows of processed `scores` and raw `logits`, both `[n, vocab]`. Rows are copied,
@@ -73,17 +71,9 @@ class TokenRecords:
         self.kept[name] += tuple(entries) if self.kept[name] else (of_prompt,)
 
 
-def _by_step(records: list[Any]) -> Any:
-    """Combine the records of all rows: for each token a tensor `[batch, ...]`, or a tuple of these by layer."""
-    longest = max(records, key=len)
-    return tuple(_together([each[step : step + 1] for each in records], like) for step, like in enumerate(longest))
-
-
-def _together(rows: list[Any], like: Any) -> Any:
-    """Combine one token's records of all rows, as `like`, a row's tensor or tuple; zeros for rows that have ended."""
-    if isinstance(like, tuple):
-        return tuple(_together([tuple(each[i] for each in row) for row in rows], layer) for i, layer in enumerate(like))
-    return torch.cat([row[0] if row else torch.zeros_like(like) for row in rows])
+def _by_step(rows: list[Any]) -> tuple[Tensor, ...]:
+    """For each token the records `[1, vocab]` of all rows together: `[batch, vocab]`."""
+    return tuple(map(torch.cat, zip_longest(*rows, fillvalue=torch.zeros_like(rows[0][0]))))
 
 
 def _position(layer: Tensor, place: int) -> Tensor:

@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 from transformers.utils import logging
 
-from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, layer_types, unknown_window, why_no_holes
 from hf_specdecpp.caches.trial import can_be_saved
 from hf_specdecpp.models import causal_lm
@@ -182,37 +181,36 @@ def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | 
     """For a target with hooks or patches, the results so far of their test (`Trial`); else `None`. `PlainCallError` if
     they make passes over several tokens wrong, or if these cannot be compared with passes over one token."""
     passes = foreign_passes(target, cache)
-    if passes is None:
-        return None
-    reason = passes.reason
-    if reason is None and rows == 1 and can_be_saved(cache) and causal_lm.num_processes(target) == 1:
+    can_compare = rows == 1 and can_be_saved(cache) and causal_lm.num_processes(target) == 1
+    if passes is None or (passes.reason is None and can_compare):
         return passes
-    if reason is None:
-        kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))
-        of = f"a batch of {rows}" if rows > 1 else f"several processes, or of a text in {kinds}"
-        reason = (
-            f"{type(target).__name__} runs {passes.name}, which may treat several tokens otherwise than one. Passes of "
-            f"{of} are not compared with passes over one token"
-        )
-    raise PlainCallError(f"{reason}.")
+    kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))
+    of = f"a batch of {rows}" if rows > 1 else f"several processes, or of a text in {kinds}"
+    not_compared = (
+        f"{type(target).__name__} runs {passes.name}, which may treat several tokens otherwise than one. Passes of "
+        f"{of} are not compared with passes over one token"
+    )
+    raise PlainCallError(f"{passes.reason or not_compared}.")
 
 
-def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:
-    """Called after the prompt's pass: raises `LateRefusalError` if padding makes the prompts' `logits` NaN, as in eager
-    attention with sliding windows. `mask`: the attention mask `[rows, length]` or `None`.
+def check_prompt(target: CausalLM, outputs: Any, mask: Tensor | None) -> None:
+    """Called after the prompts' pass with its `outputs`: raises `LateRefusalError` if its cache cannot be rolled back,
+    or if padding makes logits NaN, as in eager attention with sliding windows. `mask`: `[rows, length]` or `None`.
 
     Plain generation emits wrong tokens then, until the padding has left the windows. Here a cache that can be rolled
     back keeps the padding longer, and 0 times NaN is NaN."""
+    try:
+        check_cache(cache_among(outputs))
+    except ValueError as reason:
+        raise LateRefusalError(str(reason)) from reason
     if mask is None or bool(mask.all()):
         return
-    spoilt = [row for row, own in enumerate(logits) if bool(own[-1].isnan().any())]
+    spoilt = [row for row, own in enumerate(outputs.logits) if bool(own[-1].isnan().any())]
     if padded := [row for row in spoilt if not bool(mask[row].all())]:
-        which = "This prompt" if len(logits) == 1 else f"Row {padded[0]} of this batch"
-        other = "leave the padding out" if len(logits) == 1 else "call generate() once a sequence"
         raise LateRefusalError(
-            f"{which} begins with padding, and {type(target).__name__} computes NaN in it with "
+            f"Row {padded[0]} of the prompts has padding, in which {type(target).__name__} computes NaN with "
             f"attn_implementation={target.config._attn_implementation!r}: plain generate() gives a wrong text, too. "
-            f'Load the target with attn_implementation="sdpa", or {other}.'
+            'Load the target with attn_implementation="sdpa", or call generate() for each prompt without padding.'
         )
 
 
@@ -241,17 +239,9 @@ def check_processors(processors: Iterable[Any]) -> None:
             LogitsProcessorList([each])(nothing, nothing)
 
 
-def check_prompt(outputs: Any) -> None:
-    """Raise `LateRefusalError` if the cache in the prompt's `outputs` cannot be rolled back."""
-    try:
-        check_cache(cache_among(outputs))
-    except ValueError as reason:
-        raise LateRefusalError(str(reason)) from reason
-
-
 def check_batch(call: Call, has_trees: bool) -> None:
     """Raise `ValueError` for unsupported batches. Runs before the first forward pass."""
-    target, model_kwargs, criteria = call.target, call.model_kwargs, call.criteria
+    target, model_kwargs, criteria, config = call.target, call.model_kwargs, call.criteria, call.config
     if in_order := [each for each in (*call.processors, *criteria) if remembers(each)]:
         raise ValueError(
             f"{name_of(in_order[0])} may keep state from call to call, for all rows of a batch together. If it depends "
@@ -269,7 +259,9 @@ def check_batch(call: Call, has_trees: bool) -> None:
         reason = "a streamer prints one sequence"
     elif has_trees:
         reason = "trees are verified for one sequence at a time: set tree=False"
-    elif call.config._pad_token_tensor is None and any(class_of(each) is not MaxLengthCriteria for each in criteria):
+    elif config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
+        reason = "hidden states and attentions are returned for single sequences"
+    elif config._pad_token_tensor is None and any(class_of(each) is not MaxLengthCriteria for each in criteria):
         reason = "rows that end early are padded, and there is no pad_token_id"
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"
@@ -281,7 +273,7 @@ def check_batch(call: Call, has_trees: bool) -> None:
         reason = unfit
     elif _adapter_names(target):
         reason = "each row has an adapter of its own (adapter_names), and PEFT expects all rows in every pass"
-    elif (unfit := _unfit_for_rows(target, cache)) is not None:
+    elif (unfit := _unfit_for_rows(target)) is not None:
         reason = f"{type(target).__name__} {unfit}, so rows of different length cannot share its cache"
     if reason is not None:
         raise ValueError(NO_BATCH.format(reason))
@@ -311,13 +303,12 @@ def _adapter_names(target: CausalLM) -> bool:
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
-def _unfit_for_rows(target: CausalLM, cache: Cache) -> str | None:
-    """The reason why rows of the target's cache cannot advance by different numbers of tokens, or `None`."""
+def _unfit_for_rows(target: CausalLM) -> str | None:
+    """The reason why rows of the target's cache cannot advance by different numbers of tokens, or `None`.
+    `BatchContext` checks the layers of the cache."""
     config = target.config.get_text_config(decoder=True)
     if (reason := why_no_holes(config)) is not None:
         return reason
-    if others := other_layers(cache.layers):
-        return f"keeps {others} in its cache"
     if config.model_type == "git":
         return "widens its mask by an image's rows, whether its cache has them or not"
     kinds = set(layer_types(config, config.num_hidden_layers))

@@ -10,7 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions, Rule, SpeculationConfig
@@ -36,7 +35,6 @@ from hf_specdecpp.trees.attention import check_trees, has_read_tree, refuse_tree
 from hf_specdecpp.trees.growth import check_estimator
 from hf_specdecpp.trees.shapes import Shape, best_shape
 
-logger = logging.get_logger("hf_specdecpp")
 # Plain passes that siblings would have saved before target and draft are tested, once, for reading trees. That test
 # takes about six passes; savings by descendants of siblings are not counted.
 CHECK = 3.0
@@ -158,16 +156,18 @@ class DraftSetup:
         rule, costs = self.speculation.rule, self.speculation.costs
         return "threshold" if rule == "throughput" and costs is None and num_processes(target) > 1 else rule
 
-    def decided(self, target: CausalLM, verification: str, corrects: bool, chains: str | None) -> dict[str, str]:
+    def decided(
+        self, target: CausalLM, greedy: bool, processing: Processing, corrects: bool, chains: str | None
+    ) -> dict[str, str]:
         """The first entries of `SpeculationStats.decided`. `chains`: why no trees are drafted (`why_chains`)."""
-        config = self.speculation
+        config, sampled = self.speculation, self.decisions.verification if processing.answers_all else "token"
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
         trees = "in every round" if config.draws_trees else "where siblings are worth their time"
         return {
             "rule": self.rule(target),
             "costs": costs if self.rule(target) == "throughput" else "unused",
             "estimates": self.described_estimator(target),
-            "verification": verification,
+            "verification": "equality" if greedy else sampled,
             "corrections": "on" if corrects else "off",
             "tree": trees if chains is None else f"chains: {chains}",
         }
@@ -292,14 +292,7 @@ def rule_of(
     setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
     """A new stopping rule for the chains of one generation; `plan` is the result of `plan_of`."""
-    config, rule = setup.speculation, setup.rule(target)
-    config = config if config.rule == rule else replace(config, rule=rule)  # also validates the settings
-    decisions = setup.decisions
-    if config.rule == "threshold" and setup.head is None and not decisions.adapt:
-        logger.warning_once(
-            "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
-            "acceptance, which is usually too optimistic. A head trained for this draft stops at better places."
-        )
+    config, decisions = replace(setup.speculation, rule=setup.rule(target)), setup.decisions
     learns = config.rule == "threshold" and decisions.adapt
     rates = setup.learned_rates(target, generation_config) if learns else None
     return make_rule(config, setup.estimator, cast("ChainPlan | None", plan), rates, decisions.min_tokens)

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
@@ -22,7 +19,7 @@ from hf_specdecpp.caches.trial import ReadAgain, Trial, copy_of, have_grown
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import TargetSide
 from hf_specdecpp.generation.output_text import OutputText, Round
-from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_positions
+from hf_specdecpp.generation.refusals import Call, check_prompt, gives_positions
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, cache_argument
 from hf_specdecpp.models.checks import frequency_changes
@@ -92,13 +89,11 @@ class TargetContext:
         positions = self.model_kwargs.get("position_ids")
         return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 
-    def is_at_change(self, input_ids: Tensor) -> bool:
-        """Whether rotary frequencies change at the next pass, so that it has no candidates (`FrequencyChange`)."""
-        return bool(self.changes) and self.most_candidates(input_ids) == 0
-
     def most_candidates(self, input_ids: Tensor) -> int | None:
         """The largest number of candidates after `input_ids` `[1, length]` with which the next pass has the rotary
-        frequencies of plain `generate()`; `None`: no limit."""
+        frequencies of plain `generate()` (`FrequencyChange`); `None`: no limit."""
+        if not self.changes:
+            return None
         length = input_ids.shape[1]
         if self._padding is None:
             positions = self.model_kwargs.get("position_ids")
@@ -241,22 +236,18 @@ class SingleTarget(TargetSide):
     """The target of a call with a single sequence. Must not be part of a reference cycle, or its cache is freed only by
     the garbage collector."""
 
-    def __init__(
-        self, model: CausalLM, text: OutputText, config: GenerationConfig, model_kwargs: dict[str, Any],
-        foreign: ForeignPasses | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(model, [text], config)
-        self.text, self.stats, self.foreign, self.in_half = text, text.stats, foreign, computes_in_half(model)
-        self.context = TargetContext(model, self.states.requesting(model_kwargs))
+    def __init__(self, call: Call, text: OutputText, foreign: ForeignPasses | None = None) -> None:
+        super().__init__(call, [text])
+        self.text, self.stats, self.foreign, self.in_half = text, text.stats, foreign, computes_in_half(call.target)
+        self.context = TargetContext(call.target, self.states.requesting(call.model_kwargs))
         self.generator.session.bind_cache(self.context)
         self.trial: Trial | None = None
 
-    def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        context = self.context
+    def read_prompt(self, rounds: Sequence[Round]) -> None:
+        context, input_ids = self.context, self.text.ids
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, context.model_kwargs)
         cache = cache_among(outputs)
-        check_prompt(outputs)
-        check_numbers(self.model, outputs.logits, context.model_kwargs.get("attention_mask"))
+        check_prompt(self.model, outputs, context.model_kwargs.get("attention_mask"))
         if self.generator.method.for_trees and self.foreign is None:  # foreign passes are checked by the trial
             reason = context.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
             if reason is not None:
@@ -265,13 +256,11 @@ class SingleTarget(TargetSide):
         cache.activate_past_recording()
         rounds[0].outputs = outputs
 
-    def begin_texts(self, texts: Sequence[OutputText]) -> None:
-        if texts and self.foreign is not None:
+    def prepare(self, texts: Sequence[OutputText]) -> None:
+        if self.foreign is not None and self.trial is None:
             again = reader_again(self.context, self.text.ids, self.generator.method.for_trees)
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
-
-    def prepare(self, texts: Sequence[OutputText]) -> None:
-        self.stats.rounds_at_change += self.context.is_at_change(self.text.ids)
+        self.stats.rounds_at_change += self.context.most_candidates(self.text.ids) == 0
         if self.trial is None:  # no additional passes while hooks or patches are on trial
             self.time_one_token()
 
@@ -290,9 +279,6 @@ class SingleTarget(TargetSide):
         logits: Tensor = self.model(**inputs, return_dict=True).logits
         self.context.cached.roll_back()
         return logits
-
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        return [not self.text.finished]
 
     def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
         passes.context.cache.write(self.context.cache, passes.context.num_tokens)
@@ -314,13 +300,9 @@ class SingleTarget(TargetSide):
             inputs = context.chain_inputs(input_ids, tree.candidates)
         else:
             inputs = context.tree_inputs(input_ids, each.rows)
-        work, clock = self.work_clock(), time.perf_counter()
-        forward = partial(self.states.catch, self.model) if self.states.are_read else self.model
-        with separate_queries() if self.in_half and not context.is_masked else nullcontext():
-            each.outputs = forward(**inputs, return_dict=True)
         each.width = context.width
-        if self.device.type == "cpu":
-            self.timed_pass = each.width, self.work_clock() - work, time.perf_counter() - clock
+        with separate_queries() if self.in_half and not context.is_masked else nullcontext():
+            each.outputs = self.run(inputs, each.width)
         if (point := context.cached.rollback_point) is not None:
             self.stats.state_bytes = point.num_bytes
         if self.trial is not None and not have_grown(before, context.cache, each.width):
@@ -379,10 +361,10 @@ class SingleTarget(TargetSide):
         """Time an additional pass over the last token if its time cannot be derived from the rounds."""
         context, ids = self.context, self.text.ids
         is_derived = self.generator.is_paused and self.device.type == "cpu"  # rounds are plain passes
-        if not (is_derived or context.cached.pending or context.is_at_change(ids)):
-            self.time_plain_pass(self.text, 1, lambda: context.chain_inputs(ids, []))
+        if not (is_derived or context.cached.pending or context.most_candidates(ids) == 0):
+            self.time_plain_pass(1, lambda: context.chain_inputs(ids, []))
 
-    def complete(self, texts: Sequence[OutputText]) -> None:
+    def complete(self) -> None:
         with self.generator.products:
             self.context.read_pending(self.text.ids)
 
@@ -393,6 +375,6 @@ class SingleTarget(TargetSide):
         if self.context.cache is not None:
             stop_recording(self.context.cache)  # the cache can be reused
 
-    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
+    def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         ids, asked = self.text.ids, self.config.return_dict_in_generate
         return self.text.records.output(ids, self.context.cache) if asked else ids

@@ -50,10 +50,11 @@ class SpeculationStats:
         draft_passes: forward passes of the draft in rounds.
         tested_by_rank, accepted_by_rank: how often the root or an accepted node of a tree had a first, second, ...
             child, and how often that child was accepted.
-        draft_seconds: drafting, including the draft's pass over the prompt; of captured rounds only the launch.
+        draft_seconds: drafting, including the draft's pass over the prompt and the decision not to draft; of captured
+            rounds only the launch.
         target_seconds: target passes without the prompt's (`prompt_seconds`). On a GPU this includes waiting for the
             pass during verification, and all work of captured rounds.
-        overhead_seconds: all other time of rounds: verification, processors, streaming, drafting without result.
+        overhead_seconds: all other time of rounds: verification, processors, streaming.
         plain_pass_seconds: estimated seconds of a plain pass over one token, in a batch divided by the rows, or `None`.
         same_pass_seconds: estimated seconds of such a pass with the CPU matrix multiplications of this call.
         compared_passes: additional target passes over one token, to measure plain decoding where the rounds do not show
@@ -77,7 +78,6 @@ class SpeculationStats:
             call attached the assistant, not `attach` ("before"); the target multiplies with float16 copies of its
             weights, the draft in int8; "estimates" of acceptance are the draft's probabilities q, those of its own
             "confidence head", or of an "acceptance head".
-        has_products: whether any layer of the target used faster matrix multiplications than plain `generate()`.
     """
 
     rounds: int = 0
@@ -118,7 +118,6 @@ class SpeculationStats:
     uncaptured: str | None = field(default=None, metadata=EITHER)
     remedies: frozenset[str] = field(default=frozenset(), metadata={OF_TWO: lambda _, other: other})
     decided: dict[str, str] = field(default_factory=dict, compare=False, metadata={OF_TWO: or_})
-    has_products: bool = field(default=True, metadata={OF_TWO: max})
 
     def record_outcome(self, tree: DraftTree, path: list[int]) -> None:
         """Called after each round: counts its `tree`, of which the nodes `path` were accepted."""
@@ -209,7 +208,7 @@ class SpeculationStats:
     @property
     def same_pass_speedup(self) -> float | None:
         """Speed relative to plain `generate()` with the same matrix multiplications: the gain by speculation alone."""
-        return self._speed_over(self.same_pass_seconds if self.has_products else self.plain_pass_seconds)
+        return self._speed_over(self.same_pass_seconds)
 
     @property
     def call_seconds(self) -> float:
@@ -350,7 +349,7 @@ def _reason(stats: SpeculationStats, gain: float) -> str:
 
 def _why_not(stats: SpeculationStats) -> str:
     """Sentences with the average costs and tokens of a round, and a remedy for the largest cost."""
-    unit = stats.rounds * ((stats.same_pass_seconds if stats.has_products else stats.plain_pass_seconds) or 1.0)
+    unit = stats.rounds * (stats.same_pass_seconds or 1.0)
     seconds = stats.draft_seconds, stats.target_seconds, stats.overhead_seconds
     draft, verify, overhead = (each / unit for each in seconds)
     reason = (

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from transformers import StoppingCriteria
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.generation.batch.batch_target import BatchTarget
+from hf_specdecpp.generation.batch_target import BatchTarget
 from hf_specdecpp.generation.captured.parts import RoundGraphs
 from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.models.causal_lm import CausalLM

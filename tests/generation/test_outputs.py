@@ -83,8 +83,8 @@ def test_padding_that_eager_attention_turns_into_nan(tree: Any, how: dict[str, A
     speculation = SpeculationConfig("fixed", num_tokens=3, tree=tree)
     assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=speculation, default=True)
     assert torch.equal(generate(target, padded, **options), plain.sequences)
-    assert "This prompt begins with padding, and MistralForCausalLM computes NaN" in str(assistant.stats.refusal)
-    with pytest.raises(ValueError, match="This prompt begins with padding, and MistralForCausalLM computes NaN"):
+    assert "Row 0 of the prompts has padding, in which MistralForCausalLM computes NaN" in str(assistant.stats.refusal)
+    with pytest.raises(ValueError, match="Row 0 of the prompts has padding, in which MistralForCausalLM computes NaN"):
         generate(target, padded, **options, assistant_model=assistant)
     target.set_attn_implementation("sdpa")
     plain = generate(target, padded, **options)

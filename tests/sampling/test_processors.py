@@ -40,7 +40,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 from hf_specdecpp.generation import refusals
-from hf_specdecpp.generation.batch.batch_target import InStep
+from hf_specdecpp.generation.batch_target import InStep
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.output_text import OutputText, Walk

@@ -129,9 +129,6 @@ class GraphTarget(RoundTarget):
     def __init__(self, texts: Sequence[OutputText], passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         self.texts, self.passes, self.drafts, self.usual = list(texts), passes, drafts, usual
 
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        return self.usual.are_unfinished(texts)
-
     def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
         record_reason(self.texts, str(failure), f"step by step: {failure}")
         if failure.is_memory:

@@ -132,5 +132,5 @@ def _warm_up_rounds(
     if len(input_ids) > 1:
         raise ValueError(f"A batch of {len(input_ids)} sequences has no captured passes that could be warmed up.")
     call = Call.of(target, logits_processor, stopping_criteria, generation_config, **kwargs)
-    text: Tensor = decoding_of(call, assistant, input_ids, WarmUpDecoding)(input_ids)
+    text: Tensor = decoding_of(call, assistant, input_ids, WarmUpDecoding)()
     return text

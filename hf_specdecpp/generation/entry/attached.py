@@ -249,7 +249,7 @@ def _sample(
         _leave_out(default, target, str(refusal), kwargs.get("streamer"))
     else:
         try:
-            return decode(input_ids)
+            return decode()
         except LateRefusalError as refusal:
             _leave_out(default, target, str(refusal), kwargs.get("streamer"))
     return original(*given, **kwargs)
@@ -275,7 +275,7 @@ def _assisted_decoding(
         others = {name: value for name, value in kwargs.items() if name not in refusals.MODE_KWARGS}
         with as_default(None, target):
             return type(target)._sample(target, *given, **others)
-    return decode(input_ids)
+    return decode()
 
 
 REPLACING = (_extract_generation_mode_kwargs, _validate_generation_mode, _sample, _assisted_decoding)

@@ -17,8 +17,7 @@ from hf_specdecpp.caches.cached_context import num_rows
 from hf_specdecpp.caches.static import as_growing, copy_back, with_static
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import refusals
-from hf_specdecpp.generation.batch.batch_drafts import BatchDrafts
-from hf_specdecpp.generation.batch.batch_target import BatchTarget, InStep
+from hf_specdecpp.generation.batch_target import BatchTarget, InStep
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.entering import on_graphs
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
@@ -44,9 +43,10 @@ class Assistant(Protocol):
 
 def decoding_of(
     call: Call, assistant: Assistant, input_ids: Tensor, decoding: type[AssistedDecoding] = AssistedDecoding
-) -> Callable[[Tensor], Any]:
-    """Prepare a call with an assistant. Returns a function of `input_ids` `[batch, length]`, which runs it and returns
-    the output of `generate()`. `ValueError` if the call is not supported, before any forward pass or random number."""
+) -> Callable[[], Any]:
+    """Prepare a call with an assistant, after the prompts `input_ids` `[batch, length]`. Returns a function that runs
+    it and returns the output of `generate()`. `ValueError` if the call is not supported, before any forward pass or
+    random number."""
     target, count = call.target, input_ids.shape[0]
     refusals.check_inputs(input_ids, call.model_kwargs)
     refusals.check_processors(call.processors)
@@ -59,8 +59,8 @@ def decoding_of(
     if count > 1:
         refusals.check_batch(call, assistant.speculation.draws_trees)
         refusals.check_foreign(target, cache, count)
-        return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
-    run = partial(_run, _text_decoding(call, assistant, input_ids.shape[1], decoding).run, cache, unused)
+        return partial(_run, _batch_decoding(call, assistant, input_ids), cache, unused)
+    run = partial(_run, _text_decoding(call, assistant, input_ids, decoding).run, cache, unused)
     return run if given is cache else partial(_run_static, run, given, cache)
 
 
@@ -77,8 +77,8 @@ def _growing(call: Call, input_ids: Tensor) -> Call:
     return replace(call, config=config, model_kwargs=kwargs)
 
 
-def _text_decoding(call: Call, assistant: Assistant, length: int, decoding: type[AssistedDecoding]) -> AssistedDecoding:
-    """Make the decoding loop, of the class `decoding`, for a single sequence with a prompt of `length` tokens."""
+def _text_decoding(call: Call, assistant: Assistant, ids: Tensor, decoding: type[AssistedDecoding]) -> AssistedDecoding:
+    """Make the decoding loop, of the class `decoding`, for a single sequence with the prompt `ids` `[1, length]`."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     foreign = refusals.check_foreign(target, cache_among(model_kwargs), 1)
     processors = call.processors
@@ -91,15 +91,15 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, decoding: type
             raise
         raise PlainCallError(f"{type(target).__name__} runs {foreign.name}, and so: {refusal}") from refusal
     assistant.calls.record_call(generator.stats, call.streamer)
-    parts = target, generator, call.criteria, config, call.streamer
+    parts = call, generator, ids
     if num_processes(target) > 1:
         ranks = Ranks(target)
         text: OutputText = RankText(ranks, *parts)
         draft: Drafts = DraftOfRanks(ranks)
     else:
-        generator.begin_text(length)
+        generator.begin_text(ids.shape[1])
         text, draft = OutputText(*parts), Drafts()
-    return decoding([text], draft, SingleTarget(target, text, config, model_kwargs, foreign), on_graphs)
+    return decoding([text], draft, SingleTarget(call, text, foreign), on_graphs)
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:
@@ -108,20 +108,20 @@ def _unused_layers(cache: Cache) -> list[Any] | None:
     return None if is_used else copy.deepcopy(cache.layers)
 
 
-def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None, input_ids: Tensor) -> Any:
+def _run(decode: Callable[[], Any], cache: Cache, unused: list[Any] | None) -> Any:
     """Run the call by `decode`. After `LateRefusalError`, put the empty layers `unused` back, for a plain call."""
     try:
-        return decode(input_ids)
+        return decode()
     except LateRefusalError:
         if unused is not None:
             cache.layers = unused
         raise
 
 
-def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: DynamicCache, input_ids: Tensor) -> Any:
+def _run_static(run: Callable[[], Any], static: StaticCache, growing: DynamicCache) -> Any:
     """`run` the call, and copy the growing cache to the user's static one, also after errors but `LateRefusalError`."""
     try:
-        found = run(input_ids)
+        found = run()
     except LateRefusalError:  # a plain call with the static cache may follow
         raise
     except BaseException:
@@ -132,21 +132,21 @@ def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: Dyna
     return with_static(found, static, growing)
 
 
-def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[Tensor], Any]:
-    """A function that decodes `input_ids` `[count, length]`, and records the statistics of the batch."""
-    mask = call.model_kwargs.get("attention_mask")
+def _batch_decoding(call: Call, assistant: Assistant, input_ids: Tensor) -> Callable[[], Any]:
+    """A function that decodes several sequences, and records the statistics of the batch."""
+    mask, count = call.model_kwargs.get("attention_mask"), len(input_ids)
     generators: list[SpecDecPPCandidateGenerator] = []
     for row, own in enumerate([None] * count if mask is None else mask.split(1)):
         processors, first = for_row(call.processors, row, count), generators[0] if generators else None
         generators.append(assistant.start_generation(call.target, call.config, processors, own, count, first))
-    texts = [OutputText(call.target, each, call.criteria, call.config) for each in generators]
-    side = BatchTarget(call.target, texts, call.config, call.model_kwargs)
-    parts = texts, BatchDrafts(generators), side, on_graphs
+    texts = [OutputText(call, *each) for each in zip(generators, input_ids.split(1), strict=True)]
+    drafts = Drafts(generators[0].setup.drafter.batch([each.session for each in generators]))
+    parts = texts, drafts, BatchTarget(call, texts), on_graphs
     decoding = AssistedDecoding(*parts) if generators[0].processing.answers_all else InStep(call.processors, *parts)
 
-    def run(input_ids: Tensor) -> Any:
+    def run() -> Any:
         try:
-            return decoding.run(input_ids)
+            return decoding.run()
         finally:
             assistant.calls.record_call(SpeculationStats.of_batch([each.stats for each in generators]))
 

@@ -145,22 +145,24 @@ def test_what_shows_only_with_the_prompt_s_rows() -> None:
 
 @pytest.mark.parametrize("own_cache", [False, True])
 def test_what_shows_only_in_a_batch_s_numbers(own_cache: bool) -> None:
-    """Several hidden states for each token: found as the prompts have been read, with the cache in another form."""
-    target = model_of("gemma3n")
+    """NaN of eager attention after padding: found as the prompts have been read, with the cache in another form."""
+    target = tiny("mistral", attn_implementation="eager")
+    mask = torch.ones_like(BATCH)
+    mask[0, :9] = 0
 
     def answer() -> Any:
-        made = transformers.DynamicCache(config=target.config.get_text_config())
-        cache = {"past_key_values": made} if own_cache else {}
-        options = {"return_dict_in_generate": True, "output_hidden_states": True, **cache}
+        cache = {"past_key_values": transformers.DynamicCache(config=target.config)} if own_cache else {}
+        options = {"attention_mask": mask, "pad_token_id": 0, "return_dict_in_generate": True, **cache}
         output = target.generate(BATCH, **GREEDY, **options)
         assert not own_cache or output.past_key_values is cache["past_key_values"]
         return output
 
     plain = answer()
-    draft = informed_draft(plain.sequences[:1], target.config.get_text_config().vocab_size)
-    made, ours = SpecDecPPAssistant.from_draft(draft, target, default=True), answer()
+    made = assistant_for(target)
+    made.attach(target, default=True)
+    ours = answer()
     made.detach()
-    assert "hidden states, several for each token" in str(made.stats.refusal)
+    assert "Row 0 of the prompts has padding" in str(made.stats.refusal)
     assert torch.equal(ours.sequences, plain.sequences)
     assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
 

@@ -46,7 +46,7 @@ class Between:
 
     def __init__(self, raw: Callable[[Path], Tensor], name: str) -> None:
         self.raw, self.text = raw, OutputText.__new__(OutputText)
-        self.text.begin(PROMPT)
+        self.text._ids, self.text.length, self.text._further = PROMPT, PROMPT.shape[1], []
         self.text.processing, self.text.eos = Processing(PROCESSORS[name]), set()
         self.text.max_length, self.text.randomness = float("inf"), TorchRandomness()
 

@@ -2,20 +2,19 @@
 tokens of each row stay in the cache and are masked. `InStep` is the loop for processors that need all rows at once.
 
 A row that has ended leaves the batch, and its output is padded. Without EOS ids plain `generate()` continues ended rows
-until all rows have ended, and so does this code (`are_unfinished`)."""
+until all rows have ended, and so do these (`OutputText.goes_on`)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -26,38 +25,34 @@ from hf_specdecpp.generation import refusals
 from hf_specdecpp.generation.decoding import AssistedDecoding, TargetSide
 from hf_specdecpp.generation.output_text import OutputText, Round, Walk
 from hf_specdecpp.generation.outputs import TokenRecords
-from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
+from hf_specdecpp.models.causal_lm import CACHE, cache_among
 from hf_specdecpp.trees.tree import Chain
 
 
 class BatchTarget(TargetSide):
-    """The target of a batch. `model_kwargs`: arguments of its forward method, prepared by `generate()` for all rows."""
+    """The target of a batch."""
 
-    def __init__(
-        self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig, model_kwargs: dict[str, Any]
-    ) -> None:
-        super().__init__(model, texts, config)
+    def __init__(self, call: refusals.Call, texts: Sequence[OutputText]) -> None:
+        super().__init__(call, texts)
         self.texts = list(texts)
-        self.model_kwargs = self.states.requesting(model_kwargs)
-        self.context = BatchContext(model, cache_among(model_kwargs), len(texts))
+        self.model_kwargs = self.states.requesting(call.model_kwargs)
+        self.context = BatchContext(call.target, cache_among(call.model_kwargs), len(texts))
         self.ended_rows: dict[int, Any] = {}  # keys and values of rows that have left, by index
-        # The condition of plain generation.
-        self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)
-        for text in texts:
-            text.goes_on = not self.pads
+        for text in texts:  # on the condition of plain generation
+            text.goes_on = not any(hasattr(each, "eos_token_id") for each in text.criteria)
         is_users = getattr(self.context.cache, "_is_user_defined", False)  # set by `generate()`
-        self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
+        self.carries_cache, self.is_restored = call.config.return_dict_in_generate or is_users, False
 
-    def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
+    def read_prompt(self, rounds: Sequence[Round]) -> None:
+        input_ids = torch.cat([text.ids for text in self.texts])
         if not refusals.gives_positions(self.model, input_ids, self.model_kwargs):
             raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.no_positions(self.model)))
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)
-        refusals.check_prompt(outputs)
+        mask = self.model_kwargs.get("attention_mask")
+        refusals.check_prompt(self.model, outputs, mask)
         if cache_among(outputs) is not self.context.cache:
             raise refusals.LateRefusalError(refusals.NO_BATCH.format("its forward returns another cache than it gets"))
-        mask = self.model_kwargs.get("attention_mask")
         self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
-        refusals.check_numbers(self.model, outputs.logits, self.prompt_mask)
         self.context.record_pass(self.prompt_mask)
         self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
         self._split(rounds, outputs)
@@ -94,15 +89,11 @@ class BatchTarget(TargetSide):
         self.context.close_up()
         if len(texts) == len(self.texts):
             rounds = [Round(text, Chain()) for text in texts]
-            self.time_plain_pass(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
+            self.time_plain_pass(len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
 
     def read(self, rounds: Sequence[Round]) -> None:
         is_token = _is_token(rounds)
-        inputs = self._inputs(rounds, is_token)
-        work, clock = self.work_clock(), time.perf_counter()
-        outputs = self.states.catch(self.model, **inputs, return_dict=True)
-        if self.device.type == "cpu":
-            self.timed_pass = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
+        outputs = self.run(self._inputs(rounds, is_token), is_token.numel())
         if (known := outputs.logits.shape[1]) < is_token.shape[1]:
             reason = f"{type(self.model).__name__} returns logits after {known} of {is_token.shape[1]} tokens"
             raise refusals.LateRefusalError(refusals.NO_BATCH.format(reason))
@@ -112,24 +103,17 @@ class BatchTarget(TargetSide):
             each.width = is_token.shape[1]
 
     def _split(self, rounds: Sequence[Round], outputs: Any) -> None:
-        """Split the `outputs` of a pass by row: set those of each round, and the `states` of its sequence."""
+        """Split the logits of a pass by row: set `outputs` of each round, and `states` of its sequence."""
         states = self.states.by_row(len(rounds))
-        width = max(len(each.tree) for each in rounds) + 1
-        cache = SimpleNamespace(layers=self.context.layers)
+        width = max(len(each.tree) for each in rounds) + 1  # of the prompt the logits at its last token only
         for place, each in enumerate(rounds):
             logits = outputs.logits[place : place + 1, -width:][:, : len(each.tree) + 1]
-            each.text.states = states[place]
-            hidden, attentions = self._hidden_states(outputs, place), self._attentions(outputs, place, each)
-            # Of the prompt the logits at its last token only. The layers of `cache` give the windows of attentions.
-            each.outputs = SimpleNamespace(logits=logits, hidden_states=hidden, attentions=attentions, cache=cache)
+            each.text.states, each.outputs = states[place], SimpleNamespace(logits=logits)
 
     def commit(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
-            kept = each.emitted.kept
-            if each.text.records.kept:
-                each.text.records.add_states(each.outputs, kept, len(each.tree))
             if each.text.states is not None and not each.is_prompt:
-                each.text.states = each.text.states[:, :kept]
+                each.text.states = each.text.states[:, : each.emitted.kept]
         if not rounds[0].is_prompt:
             kept_of_rows = torch.tensor([each.emitted.kept for each in rounds], device="cpu")
             fed = torch.tensor([1 + len(each.tree) for each in rounds], device="cpu")
@@ -155,65 +139,19 @@ class BatchTarget(TargetSide):
             inputs["logits_to_keep"] = count
         return inputs
 
-    def _hidden_states(self, outputs: Any, place: int) -> Any:
-        """Row `place` of the pass's hidden states; `None` if not requested. `LateRefusalError` if they are not 3-D."""
-        if not self.config.output_hidden_states:
-            return None
-        if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
-            raise refusals.LateRefusalError(
-                f"{type(self.model).__name__} returns {several[0]}-dimensional hidden states, several for each token, "
-                "which are not put together for a batch. Leave output_hidden_states out."
-            )
-        return tuple(layer[place : place + 1] for layer in outputs.hidden_states)
-
-    def _attentions(self, outputs: Any, place: int, each: Round) -> Any:
-        """Row `place` of the pass's attentions, with the key columns of plain generation; `None` if not requested."""
-        if not self.config.output_attentions:
-            return None
-        attentions = [layer[place : place + 1] for layer in outputs.attentions]
-        further = each.text.length - self.prompt_mask.shape[1]
-        if not further or not attentions:  # sdpa returns no attentions
-            return tuple(attentions)
-        # `stored`: the row's columns in the cache; `shown`: their columns in plain generation.
-        num_candidates, fed = len(each.tree), attentions[0].shape[2]
-        count = num_candidates + 1
-        stored = self.context.valid[place].clone()
-        stored[stored.shape[0] - fed + count :] = False
-        shown = functional.pad(self.prompt_mask[self.texts.index(each.text)], (0, further + num_candidates), value=True)
-        rows = []
-        for layer in attentions:
-            row = layer.new_zeros(*layer.shape[:2], count, len(shown))
-            row[..., shown.to(layer.device)] = layer[:, :, :count][..., stored.to(layer.device)]
-            rows.append(row)
-        return tuple(rows)
-
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        """For each row of `texts`, whether further rounds generate tokens for it.
-
-        Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
-        0 up to length 20, so row 0 is unfinished until then."""
-        if self.pads:
-            return [not text.finished for text in texts]
-        return [text.length < self._last for text in texts]
-
-    @property
-    def _last(self) -> float:
-        """The length at which all rows have ended: the largest `end_length`, at first the maximum length."""
-        return max(text.end_length for text in self.texts)
-
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):
             self.save_row(texts[place], partial(self.context.row, place))
         self.positions = self.positions[list(places)]
         self.context.select(places)
 
-    def complete(self, texts: Sequence[OutputText]) -> None:
+    def complete(self) -> None:
         """If the cache is the user's or returned, fill it as plain generation does, with all columns but the last one.
         Columns up to the end of the shortest row are copied; later ones, with padding, are computed in one pass."""
         if not self.carries_cache:
             return
-        sequences = self._sequences(texts)
-        columns, shortest = sequences.shape[1] - 1, min(self._lengths(texts)) - 1
+        sequences = self._sequences()
+        columns, shortest = sequences.shape[1] - 1, min(self._lengths()) - 1
         further = columns - self.prompt_mask.shape[1]
         mask = functional.pad(self.prompt_mask, (0, further), value=True)
         self.context.restore([row for _, row in sorted(self.ended_rows.items())], mask[:, :shortest])
@@ -229,29 +167,28 @@ class BatchTarget(TargetSide):
         if not self.is_restored:
             self.context.cache.layers = [_UnusableLayer()]
 
-    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
-        sequences = self._sequences(texts)
+    def output(self) -> Tensor | GenerateDecoderOnlyOutput:
+        sequences = self._sequences()
         if not self.config.return_dict_in_generate:
             return sequences
-        for text in texts:
-            text.records.cut(sequences.shape[1] - self.prompt_mask.shape[1])
-        return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.context.cache)
+        count = sequences.shape[1] - self.prompt_mask.shape[1]
+        return TokenRecords.of_batch([text.records for text in self.texts], count).output(sequences, self.context.cache)
 
-    def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
+    def _lengths(self) -> list[int]:
         """Lengths of the output rows without padding. Without EOS ids, rows are cut where the last row has ended."""
-        if self.pads:
-            return [text.length for text in texts]
-        return [int(min(text.length, self._last)) for text in texts]
+        if not self.texts[0].goes_on:
+            return [text.length for text in self.texts]
+        last = max(text.end_length for text in self.texts)
+        return [int(min(text.length, last)) for text in self.texts]
 
-    def _sequences(self, texts: Sequence[OutputText]) -> Tensor:
+    def _sequences(self) -> Tensor:
         """Prompts and emitted tokens `[batch, length]`; rows that ended early are padded on the right."""
-        lengths = self._lengths(texts)
+        return self.padded([text.ids[0, :length] for text, length in zip(self.texts, self._lengths(), strict=True)])
+
+    def padded(self, rows: list[Tensor]) -> Tensor:
+        """Token ids `[batch, length]` of rows `[n]` of different length, padded on the right."""
         pad = self.config._pad_token_tensor
-        rows = [
-            functional.pad(text.ids[:, :length], (0, max(lengths) - length), value=0 if pad is None else int(pad))
-            for text, length in zip(texts, lengths, strict=True)
-        ]
-        return torch.cat(rows)
+        return pad_sequence(rows, batch_first=True, padding_value=0 if pad is None else int(pad))
 
 
 def _is_token(rounds: Sequence[Round]) -> Tensor:
@@ -263,14 +200,13 @@ def _is_token(rounds: Sequence[Round]) -> Tensor:
 class _UnusableLayer(DynamicLayer):
     """The only layer that is left in the cache of a batch, unless restored: reusing the cache raises `ValueError`."""
 
-    def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+    def get_seq_length(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "This cache was used by an assisted batch, whose rows have lost their places. To carry a cache on, pass "
-            "return_dict_in_generate=True and take the cache from what generate() returns."
+            "This cache was filled by an assisted batch, whose rows have lost their places, and cannot be carried on. "
+            "Leave it out, or pass return_dict_in_generate=True and take the cache from what generate() returns."
         )
 
-    def get_seq_length(self) -> int:
-        raise ValueError("This cache was filled by an assisted batch and cannot be carried on. Leave it out.")
+    update: Any = get_seq_length
 
 
 class InStep(AssistedDecoding):
@@ -302,7 +238,7 @@ class InStep(AssistedDecoding):
                 walk.choose(scores)
             if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks):
                 break  # rows that continue after their end do so only until all rows have ended
-            if any(walk.node is None and not (walk.ended and self.side.pads) for walk in going):
+            if any(walk.node is None and (walk.text.goes_on or not walk.ended) for walk in going):
                 break
             going = [walk for walk in going if walk.node is not None]
         for each, walk in zip(rounds, walks, strict=True):
@@ -313,13 +249,10 @@ class InStep(AssistedDecoding):
         """The next processed scores `[vocab]` of each unfinished row (`going`, a part of `walks`). As in plain
         generation, processors get all rows of the call: ended rows are padded, and their scores are 0, and unused."""
         places, latest = [self.texts.index(walk.text) for walk in going], {walk.text: walk.ids for walk in walks}
-        texts = [latest.get(text, text.ids) for text in self.texts]
-        length, pad = going[0].ids.shape[1], self.side.config._pad_token_tensor
-        value = 0 if pad is None else int(pad)
-        ids = [functional.pad(each, (0, length - each.shape[1]), value=value) for each in texts]
+        together = self.side.padded([latest.get(text, text.ids)[0] for text in self.texts])
         raw = torch.stack([walk.raw for walk in going])
-        scores = raw.new_zeros((len(texts), raw.shape[1])).index_copy(0, torch.tensor(places, device=raw.device), raw)
-        together = torch.cat(ids)
+        scores = raw.new_zeros((len(together), raw.shape[1]))
+        scores[places] = raw
         found = self.processors(together, scores)[places]
         for place, walk in zip(places, going, strict=True):
             walk.ids = together[place : place + 1]  # to which processors may have written

@@ -1,1 +1,0 @@
-"""Drafts and target of a batch of sequences."""
