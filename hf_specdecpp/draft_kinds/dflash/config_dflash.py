@@ -17,7 +17,7 @@ from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping
 TRANSFORMERS = "muse_glimmer_assistant"  # `model_type` of configs in transformers' format
 SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "output_multiplier"}  # config: setting
 OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}  # top-level fields of that format
-NESTED = ("dflash_config", "dspark_config")  # mappings in a config; their fields override the top-level fields
+NESTED = ("dflash_config", "dspark_config")  # mappings in a config
 # Architectures of DeepSpec. Their config is a copy of the target's, whose fields `OF_THE_TARGET` are not the draft's.
 GEMMA4 = "Gemma4DSparkModel"
 COPIES = ("Qwen3DSparkModel", "LingDSparkModel", GEMMA4)
@@ -90,7 +90,7 @@ class DFlashSettings:
 def read_settings(raw: Mapping[str, Any], named: Mapping[str, Tensor], kind: str) -> DFlashSettings:
     """Read the settings of a block from a `config.json` (`read_block`), and those of its heads from the tensors, by
     their names in the module. `ValueError` as in `read_block`, and for a field that contradicts the tensors."""
-    block, given = read_block(raw, kind), {**raw, **nested(raw)}
+    block, given = read_block(raw, kind), fields_of(raw)
     if GEMMA4 in architectures(raw):
         block = _in_gemma4(block, raw, named)
     rows, columns = ({name: tensor.shape[at] for name, tensor in named.items() if tensor.dim()} for at in (0, -1))
@@ -138,10 +138,9 @@ def read_block(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSettings:
     checkpoints.refuse_other_types(raw, kind)
     is_nested, is_theirs = SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
     layers = mapping(raw, "transformer_layer_config") if is_nested else raw
-    own = nested(raw)
-    given: Any = {**raw, **own}
+    given: Any = fields_of(raw)
     layer, has_other_windows = _layer(layers, given, is_theirs)
-    causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(raw, own)
+    causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(given)
     if causal is None and has_other_windows:
         causal = False
     samples_anchor, says_layout = _layout(given, kind)
@@ -162,8 +161,10 @@ def read_block(raw: Mapping[str, Any], kind: str = "dflash") -> DFlashSettings:
     )
 
 
-def nested(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for part in NESTED for name, value in mapping(raw, part).items()}
+def fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all fields of a config: those in its mappings `NESTED`, unless `None`, replace those at the top level."""
+    nested = [item for part in NESTED for item in mapping(raw, part).items() if item[1] is not None]
+    return {**raw, **dict(nested)}
 
 
 def architectures(raw: Mapping[str, Any]) -> list[str]:
@@ -206,12 +207,10 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
     return [round(1 + i * (depth - 4) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
-    """Return whether rows of a block see no later rows, by the config; `None` if the config has no such field. z-lab
-    writes it at the top level, vLLM and Model Optimizer in `dflash_config` (`own`), JetSpec as `causal_head`."""
-    places = {name: raw.get(name) for name in ("is_causal", "causal")}
-    places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
-    given = {name: value for name, value in places.items() if value is not None}
+def _is_causal(given: Mapping[str, Any]) -> bool | None:
+    """Return whether rows of a block see no later rows, by the fields of a config; `None` if it has no such field:
+    `is_causal` or `causal`, or `causal_head` of JetSpec."""
+    given = {name: given[name] for name in ("is_causal", "causal", "causal_head") if given.get(name) is not None}
     if len(set(map(repr, given.values()))) > 1 or not all(isinstance(value, bool) for value in given.values()):
         raise ValueError(
             f"The config.json of this DFlash draft has {', '.join(f'{name}={each!r}' for name, each in given.items())}"

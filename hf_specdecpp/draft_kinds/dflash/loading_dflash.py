@@ -91,7 +91,7 @@ class DFlash(StoredKind):
         return {"target_id": target_of(raw), "vocab_size": read_block(raw, self.name).layer.get("vocab_size")}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
-        if {**raw, **config_dflash.nested(raw)}.get("rope_is_neox_style") is False:
+        if config_dflash.fields_of(raw).get("rope_is_neox_style") is False:
             size = read_block(raw, self.name).layer_config().head_dim
             tensors = {name: in_halves(name, tensor, size) for name, tensor in tensors.items()}
         if config_dflash.GEMMA4 in config_dflash.architectures(raw) and raw.get("attention_k_eq_v"):

@@ -111,7 +111,7 @@ def test_unless_it_is_said_windows_are_causal() -> None:
 
 @pytest.mark.parametrize("values", [{"causal": "no"}, {"causal": 1}, {"causal": True, "is_causal": False}])
 def test_nonsense_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="dflash_config.causal=.*must say in one way, true or false"):
+    with pytest.raises(ValueError, match="causal=.*must say in one way, true or false"):
         said(PLAIN, values)
 
 
