@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings
-from hf_specdecpp.draft_kinds.dspark.loading_dspark import DSpark
-from hf_specdecpp.draft_kinds.dspark.modeling_dspark import DSparkDraft, DSparkModel
+from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
+from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DSparkModel
+from hf_specdecpp.draft_kinds.known import DSPARK
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.models import answer_counts
@@ -72,7 +72,7 @@ def new_draft(target: nn.Module, config: dict) -> DSparkModel:
     block = config["dflash_config"]
     layer = {name: config[name] for name in (*LAYER, "num_hidden_layers") if name in config}
     draft = DSparkModel(
-        DSparkSettings(
+        DFlashSettings(
             {**layer, "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}},
             reads=block["target_layer_ids"], block_size=BLOCK, mask_token_id=block["mask_token_id"],
             samples_anchor=True, num_target_layers=config["num_target_layers"],
@@ -100,7 +100,7 @@ def read(target: nn.Module, reads: list[int], text: dict) -> dict[str, Tensor]:
     return {"ids": ids, "states": states.half(), "final": layers[-1][0].half()}
 
 
-def losses(draft: DSparkDraft, head: nn.Module, text: dict[str, Tensor], anchors: Tensor) -> tuple[Tensor, Tensor]:
+def losses(draft: DFlashDraft, head: nn.Module, text: dict[str, Tensor], anchors: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of blocks after each of the tokens at `anchors` `[a]`, and Σ min(p, q) by place, `[a, BLOCK]`."""
     places = anchors[:, None] + torch.arange(BLOCK)
     hidden = draft.blocks_after(text["ids"], text["states"].float(), anchors[None])[0]
@@ -132,8 +132,8 @@ def main(path: str, folder: str) -> None:
     rarest = int(answer_counts(written["train"], target.config.vocab_size).argmin())
     described = config_of(target, rarest)  # as the mask token
     model = new_draft(target, described)
-    DSpark().bind(model, target, "the draft")
-    draft, head = DSparkDraft(model, target), target.get_output_embeddings()
+    DSPARK.bind(model, target, "the draft")
+    draft, head = DFlashDraft(model, target), target.get_output_embeddings()
     texts = {
         split: [(text, read(target, model.settings.reads, text)) for text in rows if len(anchors_of(text, chosen))]
         for split, rows in written.items()
@@ -160,7 +160,7 @@ def main(path: str, folder: str) -> None:
         line = f"epoch {epoch + 1}: held-out loss {sum(loss for loss, _ in held) / len(held):.3f}, acceptance {found}"
         sys.stdout.write(f"{line}, {time.perf_counter() - begin:.0f} s\n")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(DSpark().own_tensors(model), Path(folder, "model.safetensors"))
+    save_file(DSPARK.own_tensors(model), Path(folder, "model.safetensors"))
     Path(folder, "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 

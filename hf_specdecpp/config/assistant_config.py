@@ -35,7 +35,7 @@ class SpecDecPPConfig(PretrainedConfig):
         fusion: keyword arguments of `Fusion` (`"conditioned"`).
         eagle3: keyword arguments of `Eagle3Settings`; for a draft from another repository (`draft_id`), fields that
             replace those of its own config (`"eagle3"`).
-        dflash: keyword arguments of `DFlashSettings` or `DSparkSettings`, if the assistant's repository has the draft.
+        dflash: keyword arguments of `DFlashSettings`, if the assistant's repository has the draft.
         adapter: whether `adapter/` contains a PEFT adapter for the draft.
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
         draft_vocab_size: number of token ids in `draft_vocab.safetensors`, or `None` without that file.

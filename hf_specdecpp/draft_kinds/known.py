@@ -8,9 +8,8 @@ from typing import Any
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.draft_kinds.conditioned import Conditioned
-from hf_specdecpp.draft_kinds.dflash.loading_dflash import DFlash
+from hf_specdecpp.draft_kinds.dflash.loading_dflash import DFlash, DSpark
 from hf_specdecpp.draft_kinds.draft_kind import Config, DraftKind, PublishedKind, raw_config
-from hf_specdecpp.draft_kinds.dspark.loading_dspark import DSpark
 from hf_specdecpp.draft_kinds.eagle3.loading_eagle3 import Eagle3
 from hf_specdecpp.draft_kinds.gemma4 import Gemma4
 from hf_specdecpp.draft_kinds.mtp.loading_mtp import Mtp

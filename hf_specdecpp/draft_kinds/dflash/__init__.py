@@ -1,1 +1,1 @@
-"""DFlash block drafts (arXiv 2602.06036): the model, its settings and checkpoints, and its drafting sessions."""
+"""DFlash drafts (arXiv 2602.06036), and DSpark drafts: the same with a Markov head, and maybe a confidence head."""

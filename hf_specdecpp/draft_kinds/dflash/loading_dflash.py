@@ -1,10 +1,11 @@
-"""DFlash drafts (`DFlash`): read the files, whose tensor names depend on the format, bind a draft to its target, and
-export DFlash and DSpark drafts with a confidence head to other engines."""
+"""DFlash and DSpark drafts (`DFlash`, `DSpark`): read the files, whose tensor names depend on the format, bind a draft
+to its target, find which row proposes the first candidate, and export a draft with a confidence head."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
-from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, own_modules, target_of
-from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, TRANSFORMERS, DFlashSettings, read_settings
-from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, mapping, target_of
+from hf_specdecpp.draft_kinds.dflash import config_dflash
+from hf_specdecpp.draft_kinds.dflash.config_dflash import NESTED, TRANSFORMERS, DFlashSettings, read_block
+from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel, DSparkModel
 from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, StoredKind, pinned
-from hf_specdecpp.estimation.acceptance_head import Calibration
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.files import CHECKPOINT, Repository, Weights, read_fields, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
@@ -66,6 +68,7 @@ class DFlash(StoredKind):
         "load that one, or a draft of this one."
     )
     title, renamed, ignored = "DFlash draft", RENAMED, IGNORED
+    unsaid = "which row of a block proposes the first candidate (sample_from_anchor)"
     settings_class = DFlashSettings
     model_class: ClassVar[type[DFlashModel]] = DFlashModel
     drafter: ClassVar[type[DFlashDraft]] = DFlashDraft
@@ -78,22 +81,45 @@ class DFlash(StoredKind):
     def recognises(self, raw: Config) -> bool:
         names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
         is_called_so = any(name in names for name in ("dflash", "domino"))
-        return "dflash_config" in raw or is_called_so or set(raw) >= OF_TRANSFORMERS
+        return "dflash_config" in raw or is_called_so or set(raw) >= config_dflash.OF_TRANSFORMERS
 
     def original(self, name: str) -> str:
         return ORIGINAL.get(name, name)
 
     def fields(self, raw: Config) -> dict[str, Any]:
         """Return `target_id` (or `None`), and `vocab_size`, which transformers compares with the target's."""
-        return {"target_id": target_of(raw), "vocab_size": self.block_of(raw).layer.get("vocab_size")}
+        return {"target_id": target_of(raw), "vocab_size": read_block(raw, self.name).layer.get("vocab_size")}
 
-    def block_of(self, raw: Config) -> DFlashSettings:
-        """Read the settings of the block from a published config, without its tensors; `ValueError` if damaged."""
-        return read_settings(raw)
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
+        if config_dflash.fields_of(raw).get("rope_is_neox_style") is False:
+            size = read_block(raw, self.name).layer_config().head_dim
+            tensors = {name: in_halves(name, tensor, size) for name, tensor in tensors.items()}
+        if config_dflash.GEMMA4 in config_dflash.architectures(raw) and raw.get("attention_k_eq_v"):
+            keys = {name: tensor for name, tensor in tensors.items() if name.endswith(".k_proj.weight")}
+            tensors = {**{name.replace("k_proj", "v_proj"): key.clone() for name, key in keys.items()}, **tensors}
+        return super().read(raw, tensors, source)
 
     def settings_of(self, raw: Config, named: Mapping[str, Tensor], source: str) -> DFlashSettings:
-        block = self.block_of(raw)
-        return replace(block, **own_modules(named, block.draft_vocab_size, block.layer.get("vocab_size")))
+        return config_dflash.read_settings(raw, named, self.name)
+
+    def head_of(self, module: Any) -> AcceptanceHead | None:
+        if module is None or module.confidence_head is None:
+            return None
+        proj = module.confidence_head.proj
+        width = module.config.hidden_size + module.settings.markov_rank
+        head = AcceptanceHead(width, inputs="path").requires_grad_(False)
+        head.output.weight[:, : proj.in_features] = proj.weight  # further inputs have the weight 0
+        head.output.bias[:] = proj.bias
+        head.is_published = True
+        return head
+
+    def readings(self, module: Any, target: CausalLM) -> dict[str, DFlashSettings]:
+        """As in `StoredKind`: with both values of `samples_anchor`, unless the config determines it (`says_layout`)."""
+        settings = module.settings
+        if settings.says_layout or settings.block_size < 2:
+            return {"": settings}
+        usual = settings.samples_anchor
+        return {ROWS[row]: replace(settings, samples_anchor=row, says_layout=True) for row in (usual, not usual)}
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """As in `DraftKind`: write the published draft as a DSpark checkpoint whose confidence head is the assistant's
@@ -126,7 +152,7 @@ class DFlash(StoredKind):
             "mask_token_id": settings.mask_token_id,
             "sample_from_anchor": settings.samples_anchor,
             "markov_rank": rank,
-            "markov_head_type": getattr(settings, "markov_head", "vanilla"),
+            "markov_head_type": settings.markov_head,
             "enable_confidence_head": True,
             "confidence_head_with_markov": True,
         }
@@ -172,6 +198,37 @@ class DFlash(StoredKind):
         module.reader.reads = [FINAL if read == final else read for read in settings.reads]
 
 
+ROWS = {True: "the row of the last token", False: "the row after that of the last token"}
+
+
+def in_halves(name: str, tensor: Tensor, head_dim: int) -> Tensor:
+    """Return a tensor of a LiquidAI draft; if by its name it belongs to queries or keys, with rows in Qwen3's order:
+    LiquidAI rotates pairs of neighbouring dimensions of a head, Qwen3 pairs that are half a head apart.
+
+    Example: a head's dimensions 0 1 2 3 4 5 become 0 2 4 1 3 5."""
+    is_rotated = re.search(r"\.self_attn\.[qk]_(proj|norm)\.", name) is not None
+    if not is_rotated or not tensor.dim() or head_dim % 2 or tensor.shape[0] % head_dim:
+        return tensor
+    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+class DSpark(DFlash):
+    """Draft with a DFlash block whose candidates depend on the token before (a Markov head). Reads published drafts of
+    DeepSpec, speculators, SpecForge, LiquidAI and openbmb, and DeepSpec's DFlash drafts without such a head."""
+
+    name = "dspark"
+    title = "DSpark draft"
+    model_class: ClassVar[type[DFlashModel]] = DSparkModel
+    served_by = f"vLLM, SGLang and llama.cpp (converted) serve its own repository, with the method dspark. {HEADS}"
+
+    def recognises(self, raw: Config) -> bool:
+        parts = [raw, *(raw[name] for name in NESTED if isinstance(raw.get(name), Mapping))]
+        words = [raw.get("architectures"), raw.get(SPECULATORS), *(part.get("projector_type") for part in parts)]
+        is_called_so = any("dspark" in str(word).lower() for word in words)
+        has_markov = any(part.get("markov_rank") for part in parts)
+        return is_called_so or has_markov or any(name.startswith("dspark_") for name in raw)
+
+
 # For other engines. ---------------------------------------------------------------------------------------------------
 
 RANK = 8  # of a Markov head of zeros
@@ -192,7 +249,7 @@ def config_of(raw: Config, fields: dict[str, Any], reads: list[int]) -> dict[str
         named = {**mapping(raw, "speculators_config"), "algorithm": "dspark"}
         return {**raw, **fields, **NAMED, SPECULATORS: "dspark", "speculators_config": named}
     fields = {**fields, "target_layer_ids": reads}
-    parts = {name: {**mapping(raw, name), **fields} for name in ("dflash_config", "dspark_config") if raw.get(name)}
+    parts = {name: {**mapping(raw, name), **fields} for name in NESTED if raw.get(name)}
     parts["dflash_config"] = {**parts.get("dflash_config", fields), "projector_type": "dspark"}
     own = {} if "DSpark" in str(raw.get("architectures")) else NAMED
     return {**raw, **fields, **own, **parts}

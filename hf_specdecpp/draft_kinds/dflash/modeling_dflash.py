@@ -1,5 +1,7 @@
-"""The DFlash draft (arXiv 2602.06036): Qwen3 layers in which the rows of a block attend to the target's states
-(`DFlashModel`), its `Draft` (`DFlashDraft`), session (`BlockSession`) and captured rounds (`BlockSteps`)."""
+"""The DFlash draft (arXiv 2602.06036): layers in which the rows of a block attend to the target's states
+(`DFlashModel`), its `Draft` (`DFlashDraft`), session (`BlockSession`) and captured rounds (`BlockSteps`).
+
+A DSpark draft is a DFlash draft with a Markov head (`markov_head.MarkovHead`), and maybe with a confidence head."""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
+from hf_specdecpp.draft_kinds.dflash.block_layers import BlockLayer, Gemma4Layer
 from hf_specdecpp.draft_kinds.dflash.config_dflash import DFlashSettings
+from hf_specdecpp.draft_kinds.dflash.markov_head import MarkovHead
 from hf_specdecpp.drafting.draft import DraftingSession, StateDraft, by_id
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
@@ -40,36 +44,31 @@ class Context(StateReader):
         return self.norm(self.fc(states))
 
 
-class BlockLayer(Qwen3DecoderLayer):
-    """The weights of a draft layer. `added` computes the layer's output from its input `block` and the result of its
-    attention after `o_proj`, by adding the residual and the MLP."""
-
-    def added(self, block: Tensor, attended: Tensor) -> Any:
-        block = block + attended
-        return block + self.mlp(self.post_attention_layernorm(block))
-
-
 class DFlashModel(PreTrainedModel):
-    """The weights of a DFlash draft. `reader` computes the context from the target's states; `embed_tokens` and
-    `lm_head` are `None` if the target's are used; `token_ids` `[draft_vocab_size]` are the target's ids of the draft's
-    tokens, `None` for all."""
+    """The weights of a DFlash or DSpark draft. `reader` computes the context from the target's states; `embed_tokens`
+    and `lm_head` are `None` if the target's are used; `token_ids` `[draft_vocab_size]` are the target's ids of the
+    draft's tokens, `None` for all. `markov_head` and `confidence_head` are `None` in a draft without them."""
 
     config_class = None
     _supports_sdpa = True
-    layer_class: Any = BlockLayer
     token_ids: Tensor | None
 
     def __init__(self, settings: DFlashSettings) -> None:
         config = settings.layer_config()
         super().__init__(config)
         self.settings, self.reader = settings, Context(settings, config)
-        self.layers: Any = nn.ModuleList(self.layer_class(config, place) for place in range(config.num_hidden_layers))
+        layer_class = Gemma4Layer if settings.gemma4_layers else BlockLayer
+        self.layers: Any = nn.ModuleList(layer_class(config, place) for place in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         vocab_size, size = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocab_size, size) if settings.own_embeddings else None
         count = settings.draft_vocab_size or vocab_size
         self.lm_head = nn.Linear(size, count, bias=False) if settings.own_head else None
+        self.markov_head = MarkovHead(settings, size, vocab_size) if settings.markov_rank else None
+        # A linear layer on a row's state, and maybe on the embedding of the token before, for `DFlash.head_of`.
+        width = size + settings.markov_rank * settings.confidence_with_markov
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)}) if settings.confidence_head else None
         self.register_buffer("token_ids", None, persistent=False)
         slides = [kind == "sliding_attention" for kind in config.layer_types or []]
         reach = None if config.sliding_window is None else config.sliding_window - (not settings.includes_window)
@@ -111,6 +110,10 @@ class DFlashModel(PreTrainedModel):
             )
             block = layer.added(block, layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
         return self.norm(block)
+
+
+class DSparkModel(DFlashModel):
+    """A `DFlashModel` from files that call it a DSpark draft, so that it is stored and described as one."""
 
 
 def _heads(attention: Any, block: Tensor, seen: Tensor, turns: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,12 +283,13 @@ class DFlashDraft(StateDraft):
     head or the target's. `memory_size`: size m of the vector that `after` passes from candidate to candidate."""
 
     model: Any
-    memory_size = 0
     session_class, steps_class = BlockSession, BlockSteps
 
     def __init__(self, model: DFlashModel, target: CausalLM) -> None:
         super().__init__(model, model.reader)
-        self.settings = model.settings
+        self.settings, markov = model.settings, model.markov_head
+        self.memory_size = 0 if markov is None else markov.memory_size
+        self.hidden_size += model.settings.markov_rank
         self.block = self.places = model.settings.places
         self.embeddings = target.get_input_embeddings() if model.embed_tokens is None else model.embed_tokens
         self.head = target.get_output_embeddings() if model.lm_head is None else model.lm_head
@@ -336,17 +340,26 @@ class DFlashDraft(StateDraft):
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Adjust logits to the token before: return logits, hidden states (for `logits` and acceptance heads) and
-        memories of candidates. A plain DFlash block does not depend on candidates, and returns the arguments:
+        memories of candidates. A draft without a Markov head does not depend on candidates, and returns the arguments.
+        With one, its bias is added to the logits, and the state of candidate k is [h_k; e; s] (`MarkovHead`):
 
         previous: `[...]` ids of the token before each candidate: a candidate, or the last token of the sequence.
         logits, hidden: of the candidates' rows in the block: `[..., d]` (`head_logits`) and `[..., hidden_size]`.
         memory: `[..., m]`, the memory returned for the candidate before; 0 for the first candidate."""
-        return logits, hidden, memory
+        if (markov := self.model.markov_head) is None:
+            return logits, hidden, memory
+        e = markov.embed(previous)
+        bias, later = markov(e, hidden, memory)
+        return logits + bias, torch.cat((hidden, e, memory), dim=-1), later
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Return float32 logits `[..., vocab_size]` by the target's token ids, given states that `after` returned. They
         are -inf for tokens that the draft cannot propose."""
-        return self.of_target(self.head_logits(hidden), vocab_size)
+        if (markov := self.model.markov_head) is None:
+            return self.of_target(self.head_logits(hidden), vocab_size)
+        rank = self.settings.markov_rank
+        own, e, memory = hidden.split((self.hidden_size - rank, rank, self.memory_size), dim=-1)
+        return self.of_target(self.head_logits(own) + markov(e, own, memory)[0], vocab_size)
 
     def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Return logits `[..., vocab_size]` by the target's token ids, given `logits` `[..., d]` of the draft's."""

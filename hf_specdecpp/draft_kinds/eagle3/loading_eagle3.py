@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import LAYER, SLIDING
@@ -26,9 +25,6 @@ from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config, outside
 from hf_specdecpp.serving import AS_EAGLE3, Destination, Exported, commands_for
-
-logger = logging.get_logger("hf_specdecpp")
-
 
 # Patterns from names in a file to names in `Eagle3Model`, applied in order.
 # Example: `midlayer.self_attn.q_proj.weight` becomes `decoder.layers.0.self_attn.q_proj.weight`.
@@ -119,15 +115,10 @@ class Eagle3(StoredKind):
         return outside(settings.layer["vocab_size"], target)
 
     def readings(self, module: Eagle3Model, target: CausalLM) -> dict[str, Eagle3Settings]:
-        """As in `StoredKind`: one for each of the `meanings`. Warns if the target has another vocabulary size."""
-        config, settings = target.config.get_text_config(decoder=True), module.settings
-        if (made_for := settings.layer["vocab_size"]) != config.vocab_size:
-            logger.warning(
-                f"This EAGLE-3 draft was made for {made_for} token ids, and the target has {config.vocab_size}. That "
-                "is harmless padding if it is the same tokenizer; if almost nothing is accepted, it is not."
-            )
-        found = meanings(settings, config.num_hidden_layers)
-        return {f"eagle3={{'reads': {reads}}}": replace(settings, reads=reads) for reads in found}
+        """As in `StoredKind`: one for each of the `meanings`."""
+        depth = target.config.get_text_config(decoder=True).num_hidden_layers
+        found = meanings(module.settings, depth)
+        return {f"eagle3={{'reads': {reads}}}": replace(module.settings, reads=reads) for reads in found}
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """As in `DraftKind`: writes the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""

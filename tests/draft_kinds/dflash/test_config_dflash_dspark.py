@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.draft_kinds import acceptance
-from hf_specdecpp.draft_kinds.dspark.config_dspark import RELATIVES, DSparkSettings, read_settings
+from hf_specdecpp.draft_kinds.dflash.config_dflash import RELATIVES, DFlashSettings, read_settings
 from hf_specdecpp.draft_kinds.known import BY_NAME, ready_made, recognise
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
@@ -37,11 +37,11 @@ def load(folder: Path, **options: Any) -> SpecDecPPAssistant:
     return SpecDecPPAssistant.from_pretrained(folder, target=target_for(**options))
 
 
-def settings_of(checkpoint: Checkpoint, **changes: Any) -> DSparkSettings:
+def settings_of(checkpoint: Checkpoint, **changes: Any) -> DFlashSettings:
     """What a config with these changes says beside the checkpoint's tensors."""
     named = {name.removeprefix(checkpoint.prefix): tensor for name, tensor in checkpoint.tensors().items()}
     raw = {name: value for name, value in {**checkpoint.config(), **changes}.items() if value is not ...}
-    return read_settings(raw, named)
+    return read_settings(raw, named, "dspark")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

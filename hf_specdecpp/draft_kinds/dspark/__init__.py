@@ -1,1 +1,0 @@
-"""DSpark drafts: blocks of DFlash with a bias by the token drawn before, and a confidence head."""
