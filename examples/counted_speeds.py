@@ -20,7 +20,7 @@ from hf_specdecpp import assist
 from hf_specdecpp.drafting.chain import ChainDrafting
 from hf_specdecpp.generation import candidate_generator
 from hf_specdecpp.generation.single_target import SingleTarget
-from hf_specdecpp.models.cpu import products
+from hf_specdecpp.models.cpu.products import ProductTimes
 from hf_specdecpp.throughput.known_costs import forget_costs
 
 # In plain passes: a target pass over 1, 2, ... tokens, and each further token; a draft step, a further candidate of a
@@ -49,7 +49,7 @@ class CountedClock:
 
     def install(self) -> None:
         candidate_generator.computing_clock = lambda *_: self
-        products._measure = lambda *_: products.ProductTimes(PRODUCTS, PRODUCTS)  # type: ignore[assignment]
+        ProductTimes.of = lambda *_: ProductTimes(PRODUCTS, PRODUCTS, 1, 0)  # type: ignore[method-assign,assignment]
         for drafting in (ChainDrafting, candidate_generator.TreeDrafting):
             self._count_drafts(drafting)
         read = SingleTarget.read

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp.models.causal_lm import CACHE
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.products import Int8Weight, exact_copy
+from hf_specdecpp.models.cpu.products import int8_copy, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
@@ -43,14 +43,14 @@ def least_times(model, contexts):
 @torch.no_grad()
 def main(name, dtype="bfloat16"):
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).eval()
-    copies, begin = WeightCopies(exact_copy), time.perf_counter()
+    copies, begin = WeightCopies(measured_copy), time.perf_counter()
     with_copies = FasterProducts(model, copies=copies)
     background.wait()
     making = time.perf_counter() - begin
     contexts = {
         "own": nullcontext(),
         "copies": with_copies,
-        "int8": FasterProducts(draft=[model], int8=WeightCopies(Int8Weight.of)),
+        "int8": FasterProducts(draft=[model], int8=WeightCopies(int8_copy)),
     }
     best = least_times(model, contexts)
     print(f"{name}, {dtype}, {torch.get_num_threads()} thread(s), ms a pass")

@@ -32,7 +32,7 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.products import Int8Weight, exact_copy
+from hf_specdecpp.models.cpu.products import int8_copy, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, tokenizer_of
 from hf_specdecpp.models.target_states import TargetStates
@@ -86,7 +86,7 @@ class AssistantModel(PreTrainedModel):
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.decisions, self.calls = Decisions(), LatestCalls()
         self.memory = Memory(config.calibration)
-        self.copies, self.int8 = WeightCopies(exact_copy), WeightCopies(Int8Weight.of)
+        self.copies, self.int8 = WeightCopies(measured_copy), WeightCopies(int8_copy)
         if head is not None and isinstance(drafter, Drafter):
             check_sizes(head.to(drafter.device), drafter, draft_name(config))
         self._attaching, self._met_in_calls = RLock(), WeakSet[Any]()

@@ -21,7 +21,7 @@ from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.token_index import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_logits, num_processes
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, large_layers
-from hf_specdecpp.models.cpu.products import ProductTimes, has_int8, usual_times
+from hf_specdecpp.models.cpu.products import ProductTimes, has_int8, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.loading import special_ids
@@ -140,7 +140,7 @@ class DraftSetup:
         if not self.uses_copies(target):
             return None
         layer = next(large_layers([target]), None)
-        return None if layer is None else usual_times(layer.weight.dtype)
+        return None if layer is None else product_times(layer.weight)
 
     @cached_property
     def drafts_in_int8(self) -> bool:

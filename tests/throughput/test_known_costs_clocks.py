@@ -98,7 +98,7 @@ def test_products_stay_pytorch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = products._measure
     use_copies(monkeypatch)
     monkeypatch.setattr(products, "_measure", measure)
-    monkeypatch.setattr(products, "SAMPLE", (2, 1024))
+    monkeypatch.setattr(products, "SAMPLE", 2048)
     target = tiny("llama").float()
     assistant = assistant_of("early_exit", target, rule="fixed")
     background.wait()

@@ -1,13 +1,13 @@
 """Choice of the matrix multiplication of each linear layer of target and draft on a CPU (`FasterProducts`).
 
-Large layers use copies of their weights (`models.cpu.products`) where these are faster (`ProductTimes`); small layers
-use PyTorch's own kernel. Attention over several tokens reads cached keys and values directly, whereas transformers
-copies them for each query head (`grouped_attention`), with the same bits."""
+Large layers use copies of their weights (`models.cpu.products`) for numbers of rows for which copies are faster
+(`ProductTimes`); small layers use PyTorch's own kernel. Attention over several tokens reads cached keys and values
+directly, whereas transformers copies them for each query head (`grouped_attention`), with the same bits."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import RLock, local
 from types import MethodType
 from typing import Any
@@ -20,19 +20,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
 from hf_specdecpp.models.cpu.grouped_attention import grouped_attention
-from hf_specdecpp.models.cpu.products import product_times, usual_times
+from hf_specdecpp.models.cpu.products import ProductTimes, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
+Forward = Callable[[Tensor], Tensor]
 LEAST_ELEMENTS = 100_000  # of a weight; smaller layers gain less than the call of another kernel costs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NO_COPY = WeightCopy()
 
 
 class _Local(local):
     """`FasterProducts.layers` of the contexts that this thread has entered. The last decides how layers multiply."""
 
     def __init__(self) -> None:
-        self.contexts: list[Mapping[nn.Linear, WeightCopy]] = [{}]
+        self.contexts: list[Mapping[nn.Linear, Forward]] = [{}]
 
 
 _local = _Local()
@@ -58,7 +58,7 @@ class FasterProducts:
             made here. `None`: the draft's layers use exact copies, too.
 
     Attributes:
-        layers: the copy of the weight of each layer that may have one.
+        layers: for each layer that may have a copy, its forward in this context.
         groups_attention: whether attention is grouped.
     """
 
@@ -69,18 +69,19 @@ class FasterProducts:
         copies: WeightCopies | None = None,
         int8: WeightCopies | None = None,
     ) -> None:
-        self.layers: dict[nn.Linear, WeightCopy] = {}
-        self._of_target: list[tuple[int, torch.dtype, WeightCopy]] = []  # elements, dtype and copy of each layer
+        self.layers: dict[nn.Linear, Forward] = {}
+        self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy, times of each layer
         self._seconds: dict[tuple[int, bool, int], float] = {}  # results of `seconds`, by number of all copies, too
         models = [*draft] if target is None else [target, *draft]
         own = set() if target is None else set(modules_of(target))
-        for layer in large_layers(models):
+        for layer in filter(can_be_copied, large_layers(models)):
             if int8 is not None and layer not in own:
-                self.layers[layer] = int8.current(layer)
-            elif copies is not None and usual_times(layer.weight.dtype) is not None:
-                self.layers[layer] = copies.prepared(layer)
+                self.layers[layer] = _copied_forward(layer, int8.current(layer))
+            elif copies is not None and (times := product_times(layer.weight)) is not None:
+                copy = copies.prepared(layer)
+                self.layers[layer] = _copied_forward(layer, copy)
                 if layer in own:
-                    self._of_target.append((layer.weight.numel(), layer.weight.dtype, self.layers[layer]))
+                    self._of_target.append((layer.weight.numel(), copy, times))
         # Replacing attention would recompile a compiled model each time.
         on_cpu = any(all(device.type == "cpu" for device in devices_of(model)) for model in models)
         self.groups_attention = on_cpu and not any(map(_recompiles, models))
@@ -88,7 +89,7 @@ class FasterProducts:
     @property
     def described(self) -> str:
         """The kernels of the target's large layers at present: "own", or such as "float16 (200 of 210 layers)"."""
-        made = Counter(found.name for *_, copy in self._of_target if (found := copy.made) is not None)
+        made = Counter(found.copy.name for _, copy, _ in self._of_target if (found := copy.made) is not None)
         count = len(self._of_target)
         names = [name if number == count else f"{name} ({number} of {count} layers)" for name, number in made.items()]
         return ", ".join(names) or "own"
@@ -100,9 +101,9 @@ class FasterProducts:
             return None
         if (key := (rows, own, background.made)) not in self._seconds:  # 0.3 ms for a model of 28 layers
             seconds = 0.0
-            for count, dtype, copy in self._of_target:
-                made: Any = copy.made
-                times: Any = usual_times(dtype) if made is None else product_times(type(made), dtype)
+            for count, copy, usual in self._of_target:
+                made = copy.made
+                times = usual if made is None else made.times
                 seconds += count * times.seconds(rows, with_copy=not own and made is not None)
             self._seconds[key] = seconds
         return self._seconds[key]
@@ -136,21 +137,9 @@ class FasterProducts:
 
 
 def _multiply(layer: nn.Linear, input: Tensor) -> Tensor:
-    """Replaces a layer's forward while contexts use it. In the threads of these contexts it uses the copy of the weight
-    once it is made, for numbers of rows that suit it."""
-    copy, weight = _local.contexts[-1].get(layer, NO_COPY), layer.weight
-    made = copy.made
-    if (
-        made is not None  # first, since there are hundreds of layers
-        and 0 < input.numel() // layer.in_features <= made.most_rows
-        and input.dtype is weight.dtype
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_grad_enabled()
-        and copy.is_of(weight)
-    ):
-        output: Tensor = made.multiply(input, layer.bias)
-        return output
-    return functional.linear(input, weight, layer.bias)
+    """Replaces a layer's forward while contexts use it: runs the context's in its thread, PyTorch's own in others."""
+    here = _local.contexts[-1].get(layer)
+    return functional.linear(input, layer.weight, layer.bias) if here is None else here(input)
 
 
 _multiply.__name__ = "forward"  # so that pickle in another thread finds the layer's own forward by name
@@ -161,8 +150,7 @@ def _is_routed(layer: nn.Module) -> bool:
 
 
 def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
-    """Ordinary linear layers on a CPU with at least 100,000 elements, each once, outside of compiled modules: those for
-    which all changes of the weight can be noticed, and no hook may change it before a forward.
+    """Ordinary linear layers on a CPU with at least 100,000 elements, each once, outside of compiled modules.
 
     Each `generate()` visits all modules here, perhaps thousands, so no function is called for an ordinary module."""
     seen: set[nn.Module] = set()
@@ -184,19 +172,36 @@ def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
         left.extend(below.values())
         if type(module) is nn.Linear and (is_usual or _is_routed(module)):
             weight: Any = module._parameters.get("weight")
-            if (
-                type(weight) is nn.Parameter
-                and weight.layout is torch.strided
-                and weight.dtype in DTYPES
-                and weight.device.type == "cpu"
-                and weight.numel() >= LEAST_ELEMENTS
-                and can_fingerprint(weight)
-                and not weight.is_inference()
-                and not module._forward_pre_hooks
-            ):
+            is_ordinary = type(weight) is nn.Parameter and weight.layout is torch.strided and weight.dtype in DTYPES
+            if is_ordinary and weight.device.type == "cpu" and weight.numel() >= LEAST_ELEMENTS:
                 yield module
 
 
 def _recompiles(module: nn.Module) -> bool:
     """Whether the module is compiled, so that replacing a layer's forward or the attention would recompile it."""
     return has_compiled_call(module) or "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
+
+
+def can_be_copied(layer: nn.Linear) -> bool:
+    """Whether all changes of the layer's weight can be noticed, and no hook may change the weight before a forward."""
+    return can_fingerprint(layer.weight) and not layer.weight.is_inference() and not layer._forward_pre_hooks
+
+
+def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
+    """A forward for the layer that uses the `copy` of its weight once it is made, for numbers of rows that suit it."""
+    width = layer.in_features
+
+    def forward(input: Tensor) -> Tensor:
+        made, rows = copy.made, input.numel() // width
+        if (
+            made is not None  # first, since there are hundreds of layers
+            and made.times.least <= rows <= made.times.most
+            and input.dtype is layer.weight.dtype
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.is_grad_enabled()
+            and copy.is_of(layer.weight)
+        ):
+            return made.copy.multiply(input, layer.bias)
+        return functional.linear(input, layer.weight, layer.bias)
+
+    return forward

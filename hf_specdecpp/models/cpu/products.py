@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +33,14 @@ LARGEST = 15  # a float16 weight is scaled so that its largest element lies betw
 MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave the range of float32
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
 ROWS = (1, 4, 16)  # numbers of rows whose multiplications are measured
-MOST_ROWS = 32  # of inputs for exact copies; with more, PyTorch's own kernel for AMX also rounds differently
-SAMPLE = 2048, 1024  # outputs and inputs of the weight whose multiplications are measured
+SPANS = ((1, 2), (3, 8), (9, 24))  # rows that each measurement applies to; with more, PyTorch's own kernel is used
+ALIKE = 32  # most rows for copies in half precision; with more, PyTorch's own kernel for AMX also rounds differently
+SAMPLE = 1 << 21  # elements of a weight that are measured
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
 RUNS, MOST_RUNS = 3, 6  # of each measured multiplication
 AGREE = 1.15  # maximum ratio of the second shortest run to the shortest; else runs were disturbed
-LEAST_GAIN = 1.05  # least ratio of the times of PyTorch's own kernel and a copy's for which copies are used
+LEAST_GAIN = 1.05  # least ratio of the times of PyTorch's own kernel and a copy's for which the copy is used
+MOST_LOSS = 1.3  # ratio of times up to which a copy that is faster for fewer rows is used, so that bits stay the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class Float16Weight:
     parts: tuple[Any, ...]  # FBGEMM's packed matrices, each of consecutive outputs
     unit: float  # factor of the activations, 1 / the power of two
     name = "float16"
-    bytes_of_element, most_rows = 2, MOST_ROWS
+    bytes_of_element = 2
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
@@ -79,11 +81,7 @@ class OneDnnWeight:
 
     packed: Tensor
     name = "oneDNN"
-    bytes_of_element, most_rows = 4, MOST_ROWS
-
-    @staticmethod
-    def fits(_weight: Tensor) -> bool:
-        return True
+    bytes_of_element = 4
 
     @classmethod
     def of(cls, weight: Tensor) -> OneDnnWeight:
@@ -109,6 +107,13 @@ def _fits(scaled: Tensor) -> bool:
     """Whether float16 can represent float32 elements `[out, in]`, with errors up to 2^-24 of a row's largest."""
     error = (scaled.half().float() - scaled).abs_().amax(dim=1)
     return not bool((error > EXACT * scaled.abs_().amax(dim=1)).any())
+
+
+def kind_of_copy(weight: Tensor) -> type[Float16Weight] | type[OneDnnWeight] | None:
+    """The kind of copy of this weight whose results differ from PyTorch's in the order of summation only, or `None`."""
+    if has_float16() and Float16Weight.fits(weight):
+        return Float16Weight
+    return OneDnnWeight if weight.dtype is torch.float32 and torch.backends.mkldnn.is_available() else None
 
 
 @cache
@@ -155,7 +160,7 @@ class Int8Weight:
     scales: Tensor
     zeros: Tensor
     name = "int8"
-    bytes_of_element, most_rows = 1, MOST_INT8_ROWS
+    bytes_of_element = 1
 
     @classmethod
     def of(cls, weight: Tensor) -> Int8Weight:
@@ -189,46 +194,38 @@ def has_int8() -> bool:
     return _has_vectors() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
 
 
-Kind = type[Float16Weight] | type[OneDnnWeight]
-
-
-def exact_copy(weight: Tensor) -> Float16Weight | OneDnnWeight | None:
-    """Make a copy of a weight `[out, in]` whose results differ from PyTorch's in the order of summation only. `None` if
-    there is none, or if it is not faster (`ProductTimes.gains`), which is measured if its kind and dtype are new."""
-    for kind in kinds_of_copies(weight.dtype):
-        if product_times(kind, weight.dtype).gains and kind.fits(weight):
-            return kind.of(weight)
-    return None
-
-
-def kinds_of_copies(dtype: torch.dtype) -> list[Kind]:
-    """The kinds of copies that weights of this dtype may have, if they fit: the fastest first."""
-    kinds: list[Kind] = [Float16Weight] if has_float16() else []
-    if dtype is torch.float32 and torch.backends.mkldnn.is_available():
-        kinds.append(OneDnnWeight)
-    return kinds
-
-
 @dataclass(frozen=True)
 class ProductTimes:
     """Processor seconds of a multiplication per element of the weight, with inputs of 1, 4 and 16 rows (tokens)."""
 
     own: tuple[float, ...]  # with PyTorch's own kernel
     copied: tuple[float, ...]  # with a copy of the weight
+    least: int  # the copy is used for inputs of `least` to `most` rows
+    most: int  # never if 0
 
-    @property
-    def gains(self) -> bool:
-        """Whether copies are used, for 1 to 32 rows (`MOST_ROWS`): if the own times together are at least 1.05 times
-        the copied. With two kernels, passes over one token and over several would round differently.
+    @classmethod
+    def of(cls, own: tuple[float, ...], copied: tuple[float, ...], is_half: bool = False) -> ProductTimes:
+        """Choose, by the measured times `own` and `copied`, the numbers of rows for which the copy is used.
+
+        In half precision (`is_half`) these are 1 to 32 rows if the own times together are at least 1.05 times the
+        copied, otherwise none: with two kernels, passes over one token and over several would round differently.
 
         Example: PyTorch's own kernel takes 2.3, 2.4 and 3.9 ms for 1, 4 and 16 rows, and the copy's 0.9, 1.4 and 4.9.
-        Together the copy's are faster, 7.2 against 8.6 ms."""
-        return LEAST_GAIN * sum(self.copied) <= sum(self.own)
+        The copy is faster for 1 and 4 rows, and for 16 at most 1.3 times as slow, so it is used for 1 to 24 rows."""
+        if is_half:
+            return cls(own, copied, 1, ALIKE if LEAST_GAIN * sum(copied) <= sum(own) else 0)
+        least, most = 1, 0
+        for (first, last), mine, other in zip(SPANS, own, copied, strict=True):
+            if other * LEAST_GAIN <= mine or (most and other <= MOST_LOSS * mine):
+                least, most = least if most else first, last
+            elif most:
+                break
+        return cls(own, copied, least, most)
 
     def seconds(self, rows: int, with_copy: bool) -> float:
         """Seconds per element of the weight for inputs of `rows` rows, interpolated linearly between measured times.
-        `with_copy`: whether the layer has a copy, which it uses if that gains."""
-        times = self.copied if with_copy and self.gains and rows <= MOST_ROWS else self.own
+        `with_copy`: whether the layer has a copy, which it uses for `least` to `most` rows."""
+        times = self.copied if with_copy and self.least <= rows <= self.most else self.own
         points = list(zip(ROWS, times, strict=True))
         (x, a), (y, b) = next((pair for pair in pairwise(points) if rows <= pair[1][0]), points[-2:])
         return a + (b - a) * (rows - x) / (y - x)
@@ -241,41 +238,82 @@ class ProductTimes:
         return self.own[-1] / ROWS[-1] / self.seconds(1, with_copy=True)
 
 
-_measured: dict[tuple[Kind, torch.dtype], ProductTimes] = {}
+class MeasuredCopy(NamedTuple):
+    """A copy of a weight, and the times of multiplications with this copy."""
+
+    copy: Float16Weight | OneDnnWeight | Int8Weight
+    times: ProductTimes
+
+    @property
+    def bytes_of_element(self) -> int:
+        return self.copy.bytes_of_element
 
 
-def product_times(kind: Kind, dtype: torch.dtype) -> ProductTimes:
-    """Times of multiplications with weights of this dtype and with copies of this kind, measured once per process in at
-    most 0.3 s of processor time."""
-    if (key := (kind, dtype)) not in _measured:
-        _measured[key] = _measure(kind, dtype)
-    return _measured[key]
+Kind = type[Float16Weight] | type[OneDnnWeight]
+
+# Times by dtype and kind of copy, and times of the first weight of each dtype.
+_measured: dict[tuple[torch.dtype, Kind], ProductTimes] = {}
+_first: dict[torch.dtype, ProductTimes | None] = {}
 
 
-def usual_times(dtype: torch.dtype) -> ProductTimes | None:
-    """`product_times` of the copies that most published weights of this dtype have; `None` if they have no copies."""
-    kinds = kinds_of_copies(dtype)
-    return product_times(kinds[0], dtype) if kinds else None
+def measured_copy(weight: Tensor) -> MeasuredCopy | None:
+    """Make the copy of a weight `[out, in]` by `kind_of_copy`, and measure it if its kind and dtype are new; `None` if
+    there is no kind, or the copy is not faster for any number of rows."""
+    if (kind := kind_of_copy(weight)) is None:
+        return None
+    times = _times_of(kind, _sample(weight))
+    return MeasuredCopy(kind.of(weight), times) if times.most else None
+
+
+def int8_copy(weight: Tensor) -> MeasuredCopy:
+    """Make the int8 copy of a weight, for inputs of up to 16 rows (`MOST_INT8_ROWS`). Its times are not measured."""
+    return MeasuredCopy(Int8Weight.of(weight), ProductTimes((), (), 1, MOST_INT8_ROWS))
+
+
+def product_times(weight: Tensor) -> ProductTimes | None:
+    """Times of multiplications with weights of this dtype, measured once, with a part of the first such weight, in at
+    most 0.3 s of processor time; `None` if weights of this dtype have no copies."""
+    if weight.dtype not in _first:
+        sample = _sample(weight)
+        if (kind := kind_of_copy(sample)) is None:  # such as a weight with NaN, which is no example of others
+            kind, sample = kind_of_copy(torch.ones_like(sample)), torch.ones_like(sample)
+        _first[weight.dtype] = None if kind is None else _times_of(kind, sample)
+    return _first[weight.dtype]
 
 
 def forget_product_times() -> None:
     _measured.clear()
+    _first.clear()
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """About two million (`SAMPLE`) elements of a weight: its first rows, repeated if there are too few."""
+    rows = max(SAMPLE // weight.shape[1], 1)
+    times = -(-rows // len(weight))
+    return (weight.detach().repeat(times, 1) if times > 1 else weight.detach())[:rows]
+
+
+def _times_of(kind: Kind, sample: Tensor) -> ProductTimes:
+    of = sample.dtype, kind
+    if of not in _measured:
+        _measured[of] = _measure(sample, kind.of(sample))
+    return _measured[of]
 
 
 @torch.inference_mode()
-def _measure(kind: Kind, dtype: torch.dtype) -> ProductTimes:
+def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes:
     """Measure multiplications with a weight and with its copy, in one thread."""
-    weight, others = torch.ones(SAMPLE, dtype=dtype), torch.ones(COLD // 8, dtype=torch.int64)
-    ways: Any = partial(functional.linear, weight=weight), partial(kind.of(weight).multiply, bias=None)
+    others = torch.ones(COLD // 8, dtype=torch.int64)
+    ways: Any = partial(functional.linear, weight=weight), partial(copy.multiply, bias=None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # waiting for other threads would count as processor time
     try:
-        inputs = [torch.ones(rows, weight.shape[1], dtype=dtype) for rows in ROWS]
+        inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in ROWS]
         times = [[_shortest(way, x, others) for x in inputs] for way in ways]
     finally:
         torch.set_num_threads(threads)
     own, copied = (tuple(seconds / weight.numel() for seconds in each) for each in times)
-    return ProductTimes(own, copied)
+    return ProductTimes.of(own, copied, weight.dtype is not torch.float32)
 
 
 def _shortest(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ MOST_OF_FREE = 0.25  # share of the free memory that copies may take
 SHARE = 0.04  # share of generation time for making copies, if PyTorch uses every core
 POLL = 0.02  # seconds until the waiting thread looks again
 NICE = 10  # priority of the thread: about a tenth of a core that others also use
+NEVER = -1  # instead of a write count, which is never negative
 # Memory of a container: folder, file with its limit, file with its usage, and the name in `memory.stat` of pages of
 # files, which are counted as used but can be freed.
 CONTAINERS = (
@@ -41,40 +42,36 @@ class WeightCopy:
 
     made: Any = None  # the copy; `None` if not made yet, dropped, or not possible
     state: Tensor | None = None  # `fingerprint` of the copied weight
-    version: tuple[int, int] | None = None  # `version_of` the copied weight; `None` if not requested, or dropped
+    version: int = NEVER  # PyTorch's write count of the copied weight; `NEVER` if not requested, or dropped
+    address: int = 0  # of the data of the copied weight
     bytes: int = 0  # memory of the copy
 
     def make(self, weight: Tensor, make: Callable[[Tensor], Any]) -> None:
         """Set `made` to `make(weight)`, unless the weight changes meanwhile: then a copy may be requested again."""
-        version, state = version_of(weight), fingerprint(weight)
+        version, address, state = weight._version, weight.data_ptr(), fingerprint(weight)
         made = make(weight)
-        if version_of(weight) == version and torch.equal(fingerprint(weight), state):
-            self.version, self.state, self.made = version, state, made
+        if weight._version == version and weight.data_ptr() == address and torch.equal(fingerprint(weight), state):
+            self.version, self.address, self.state, self.made = version, address, state, made
             self.bytes = 0 if made is None else weight.numel() * getattr(made, "bytes_of_element", 1)
         else:
-            self.version = None
+            self.version = NEVER
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether PyTorch has neither counted a write to the weight nor moved it since the copy was made or checked."""
-        return version_of(weight) == self.version
+        return weight._version == self.version and weight.data_ptr() == self.address
 
     def check(self, weight: Tensor) -> None:
         """Drop the copy if the weight's `fingerprint` has changed, which reads the whole weight, as a pass does."""
         if self.made is None or self.state is None:
             return
         if torch.equal(fingerprint(weight), self.state):
-            self.version = version_of(weight)
+            self.version, self.address = weight._version, weight.data_ptr()
         else:
-            self.made, self.version, self.bytes = None, None, 0
-
-
-def version_of(weight: Tensor) -> tuple[int, int]:
-    """PyTorch's count of writes to a weight, and the address of its data."""
-    return weight._version, weight.data_ptr()
+            self.made, self.version, self.bytes = None, NEVER, 0
 
 
 class WeightCopies:
-    """Copies of the weights of layers. Each lives as long as an object of this class and any layer with its weight.
+    """Copies of the weights of layers. Each lives as long as this object and any layer with its weight.
 
     Layers with the same weight share a copy, and so do two `WeightCopies` with the same `make`.
 
@@ -106,9 +103,9 @@ class WeightCopies:
     def prepared(self, layer: nn.Linear) -> WeightCopy:
         """The copy of the layer's current weight, made in the background if missing or outdated."""
         copy = self._shared(layer)
-        if copy.version is None:
-            copy.version = version_of(layer.weight)
-            background.ask(layer, copy, self.make)
+        if copy.version == NEVER:
+            copy.version = layer.weight._version
+            background.ask(layer, copy, self)
         return copy
 
     def clear(self) -> None:
@@ -118,21 +115,16 @@ class WeightCopies:
     @property
     def bytes(self) -> int:
         """Bytes of memory of all copies."""
-        return bytes_of(self._copies.values())
+        with _lock:
+            return sum(copy.bytes for copy in set(self._copies.values()))
 
 
 # The copies by the function that makes them, and the id and shape of the weight. An id may be reused: see `check`.
 _shared: WeakValueDictionary[tuple[Any, int, torch.Size], WeightCopy] = WeakValueDictionary()
-_lock = threading.RLock()  # guards this dictionary, those of `WeightCopies`, and the queue of `Background`
+_lock = threading.RLock()  # guards this dictionary and those of `WeightCopies`
 
 
-def bytes_of(copies: Iterable[WeightCopy]) -> int:
-    """Bytes of memory of these copies; one that is given several times counts once."""
-    with _lock:
-        return sum(copy.bytes for copy in set(copies))
-
-
-_Asked = tuple[ref[nn.Linear], ref[WeightCopy], Callable[[Tensor], Any]]
+_Asked = tuple[ref[nn.Linear], ref[WeightCopy], ref[WeightCopies]]
 
 
 @dataclass
@@ -145,12 +137,14 @@ class Background:
     texts: int = 0  # running generations
     made: int = 0  # weights that were copied, or could not be
     _asked: list[_Asked] = field(default_factory=list)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.Thread | None = None
+    _making: int = 0  # bytes of weights that are being copied now, also in `wait`
 
-    def ask(self, layer: nn.Linear, copy: WeightCopy, make: Callable[[Tensor], Any]) -> None:
-        """Queue the copy of a layer's weight for the background thread. A deleted layer or copy cancels it."""
-        with _lock:
-            self._asked.append((ref(layer), ref(copy), make))
+    def ask(self, layer: nn.Linear, copy: WeightCopy, owner: WeightCopies) -> None:
+        """Queue the copy of a layer's weight for the background thread. A deleted layer, copy or owner cancels it."""
+        with self._lock:
+            self._asked.append((ref(layer), ref(copy), ref(owner)))
             if self._thread is None or not self._thread.is_alive():
                 computing = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._run, args=(computing,), name="weight copies", daemon=True)
@@ -174,7 +168,7 @@ class Background:
 
     def _next(self) -> _Asked | None:
         """Remove the item with the largest weight from the queue, and return it; `None` if the queue is empty."""
-        with _lock:
+        with self._lock:
             if not self._asked:
                 self._thread = None if threading.current_thread() is self._thread else self._thread
                 return None
@@ -194,20 +188,24 @@ class Background:
                 time.sleep(POLL)
 
     @torch.no_grad()
-    def _make(self, of: ref[nn.Linear], into: ref[WeightCopy], make: Callable[[Tensor], Any]) -> None:
-        """Make the copy of an item of the queue, if it is still needed and memory allows (`MOST_OF_FREE`)."""
-        layer, copy = of(), into()
+    def _make(self, of: ref[nn.Linear], into: ref[WeightCopy], by: ref[WeightCopies]) -> None:
+        """Make the copy of an item of the queue, if all three are alive and memory allows (`MOST_OF_FREE`)."""
+        layer, copy, owner = of(), into(), by()
         if copy is None:
             return
-        if layer is None:
-            copy.version = None  # another layer that shares the copy may ask again
+        if layer is None or owner is None:
+            copy.version = NEVER  # another layer or owner that shares the copy may ask again
             return
-        made = bytes_of(_shared.values())
-        if made + layer.weight.nbytes > MOST_OF_FREE * (made + free_memory()):
-            return
+        weight = layer.weight
+        with self._lock:
+            made = owner.bytes
+            if made + self._making + weight.nbytes > MOST_OF_FREE * (made + free_memory()):
+                return
+            self._making += weight.nbytes
         with suppress(RuntimeError, MemoryError):  # too little memory, or the process ends
-            copy.make(layer.weight, make)
-        with _lock:
+            copy.make(weight, owner.make)
+        with self._lock:
+            self._making -= weight.nbytes
             self.made += 1
 
 
@@ -222,7 +220,7 @@ def _begin_child() -> None:
     background.__init__()  # type: ignore[misc]
     for copy in _shared.values():
         if copy.made is None:
-            copy.version = None
+            copy.version = NEVER
 
 
 if sys.platform != "win32":
@@ -243,12 +241,17 @@ def fingerprint(weight: Tensor) -> Tensor:
     is always detected, and several writes unless they cancel out in each sum.
 
     Returns:
-        `[1021 + n]` int64: the sums, then the last n integers, fewer than 16 * 1021, which are in no sum.
+        `[1021 + n]` int64: the sums, then the last n integers, fewer than 1021, which are in no sum.
     """
     numbers = weight.detach().view(-1).view(torch.int64)
     whole = numbers.numel() - numbers.numel() % (ROWS * BUCKETS)
+    rest = numbers[whole:]
     # First sums of 16 rows, then the sum of these: more than twice as fast as one sum.
-    return torch.cat((numbers[:whole].view(-1, ROWS, BUCKETS).sum(1).sum(0), numbers[whole:]))
+    sums = numbers[:whole].view(-1, ROWS, BUCKETS).sum(1).sum(0)
+    if len(rest) >= BUCKETS:
+        whole = len(rest) - len(rest) % BUCKETS
+        sums, rest = sums + rest[:whole].view(-1, BUCKETS).sum(0), rest[whole:]
+    return torch.cat((sums, rest))
 
 
 def can_fingerprint(weight: Tensor) -> bool:

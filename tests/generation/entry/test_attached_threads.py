@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.products import Int8Weight, has_int8
+from hf_specdecpp.models.cpu.products import has_int8, int8_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 
 PROMPT = prompt(12)
@@ -219,7 +219,7 @@ def test_products_are_this_thread_s() -> None:
         return products_of(layer), torch.equal(layer(x), plain)
 
     own = {"own": 1}, True
-    int8 = FasterProducts(draft=[layer], int8=WeightCopies(Int8Weight.of))
+    int8 = FasterProducts(draft=[layer], int8=WeightCopies(int8_copy))
     with int8:
         other = faster(layer)
         assert other.layers, "what another context does is no forward of a stranger"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.models.cpu import products
-from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, ProductTimes, has_float16, kinds_of_copies
+from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, ProductTimes, has_float16, kind_of_copy
 
 ERROR = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, of a whole result
 
@@ -55,10 +55,6 @@ OTHERS: dict[str, Tensor] = {
     "empty": torch.zeros(0, 7),
     "without inputs": torch.zeros(7, 0),
 }
-
-
-def kind_of_copy(weight: Tensor) -> Any:
-    return next((kind for kind in kinds_of_copies(weight.dtype) if kind.fits(weight)), None)
 
 
 @pytest.fixture(autouse=True)
@@ -216,18 +212,25 @@ def test_onednns_product() -> None:
 # What was measured, and what is decided by that. ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("own", "copied", "gains"), [
-    ((2.3, 2.4, 3.9), (0.9, 1.4, 4.9), True),  # of the docstring
-    ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), False),
-    ((1.0, 1.0, 1.0), (0.96, 0.96, 0.96), False),
-    ((4.6, 10.0, 26.7), (3.5, 4.2, 9.0), True),
-    ((6.7, 5.6, 5.9), (6.0, 6.0, 9.9), False),  # AMX: faster for one row only
-    ((4.9, 6.8, 10.2), (5.4, 5.7, 9.0), True),  # slower for one row only
+@pytest.mark.parametrize(("own", "copied", "least", "most"), [
+    ((2.3, 2.4, 3.9), (0.9, 1.4, 4.9), 1, 24),  # of the docstring
+    ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), 1, 0),
+    ((1.0, 1.0, 1.0), (1.3, 0.5, 0.5), 3, 24),
+    ((1.0, 1.0, 1.0), (1.3, 1.3, 0.5), 9, 24),
+    ((1.0, 1.0, 1.0), (0.5, 0.5, 1.4), 1, 8),
+    ((1.0, 1.0, 1.0), (0.5, 1.4, 0.5), 1, 2),
+    ((1.0, 1.0, 1.0), (0.96, 0.96, 0.96), 1, 0),
 ])  # fmt: skip
-def test_copies_are_used_for_all_rows_or_none(own: Any, copied: Any, gains: bool) -> None:
-    times = ProductTimes(own, copied)
-    assert times.gains is gains
-    used = copied if gains else own
-    assert [times.seconds(rows, with_copy=True) for rows in (1, 4, 16)] == pytest.approx(used)
-    assert times.seconds(4, with_copy=False) == own[1]
-    assert times.seconds(33, with_copy=True) == times.seconds(33, with_copy=False)
+def test_for_which_rows(own: Any, copied: Any, least: int, most: int) -> None:
+    times = ProductTimes.of(own, copied)
+    assert (times.least, times.most) == (least, most)
+
+
+@pytest.mark.parametrize(("own", "copied", "most"), [
+    ((4.6, 10.0, 26.7), (3.5, 4.2, 9.0), 32),
+    ((6.7, 5.6, 5.9), (6.0, 6.0, 9.9), 0),  # AMX: faster for one row only
+    ((4.9, 6.8, 10.2), (5.4, 5.7, 9.0), 32),  # slower for one row only
+])  # fmt: skip
+def test_in_half_precision_for_all_rows_or_none(own: Any, copied: Any, most: int) -> None:
+    times = ProductTimes.of(own, copied, is_half=True)
+    assert (times.least, times.most) == (1, most)

@@ -16,7 +16,7 @@ from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, Int8Weight, has_int8
+from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, Int8Weight, has_int8, int8_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 
 pytestmark = pytest.mark.skipif(not has_int8(), reason="this PyTorch has no int8 products")
@@ -61,7 +61,7 @@ def test_nothing_is_nothing() -> None:
 
 @pytest.mark.usefixtures("small_layers")
 def test_only_a_few_rows_of_an_unchanged_weight_are_in_int8() -> None:
-    layer, int8 = nn.Linear(64, 48), WeightCopies(Int8Weight.of)
+    layer, int8 = nn.Linear(64, 48), WeightCopies(int8_copy)
     few, many = torch.randn(MOST_INT8_ROWS, 64), torch.randn(MOST_INT8_ROWS + 1, 64)
     with torch.no_grad():
         with FasterProducts(draft=[layer], int8=int8):

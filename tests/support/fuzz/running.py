@@ -28,7 +28,7 @@ PACKAGE = str(Path(hf_specdecpp.__file__).parent)
 # Between the two likeliest tokens of plain generation. Passes over one and over several tokens round differently.
 NEAR_TIE = {"float64": 1e-4, "float32": 1e-2}
 TOLERANCE = {"float64": 1e-5, "float32": 2e-2}  # of side outputs
-ALWAYS = ProductTimes((2e-9,) * 3, (1e-9,) * 3)  # copies of weights are the faster ones
+ALWAYS = ProductTimes((2e-9,) * 3, (1e-9,) * 3, least=1, most=24)  # copies of weights are the faster ones
 # Frames of a round: an exception from there comes too late to be a refusal.
 ROUND = {"round", "propose"}
 
@@ -134,6 +134,7 @@ def run_case(case: Case) -> Result:
             mock.patch.object(faster_products, "LEAST_ELEMENTS", 1),
             mock.patch.object(products, "_measure", return_value=ALWAYS),
             mock.patch.object(products, "_measured", {}),
+            mock.patch.object(products, "_first", {}),
             mock.patch.object(WeightCopies, "prepared", WeightCopies.current),
         ):
             if case.weights != "copies":
