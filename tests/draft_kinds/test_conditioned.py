@@ -227,7 +227,7 @@ def test_what_is_the_targets_takes_no_memory(reading: Making, llama: CausalLM) -
 
 
 def test_a_fusion_of_another_target(llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match="fusion reads states of 32.*the draft has 64"):
+    with pytest.raises(ValueError, match=r"Fusion was trained for \{'hidden_size': 32.*the draft, Llama.* has .*64"):
         SpecDecPPAssistant.from_conditioned(tiny("llama", hidden_size=64), 2, fusion=random_fusion(llama))
     with pytest.raises(ValueError, match=r"reads layers \[7\] of its target, and .* has 3"):
         SpecDecPPAssistant.from_conditioned(llama, 1, reads=[7])
