@@ -101,7 +101,8 @@ def _parts(
         passes.busy = is_entered
     if own is None:
         record_reason(texts, None, f"step by step: {shapes}")
-        return DraftsBesideGraphs(), PassGraphs(texts, passes, drafts, usual)
+        drafts = DraftsBesideGraphs()
+        return drafts, PassGraphs(texts, passes, drafts, usual)
     record_reason(texts, None, "captured" if own.process is None else BETWEEN)
     return own, RoundGraphs(own, passes, drafts, usual)
 

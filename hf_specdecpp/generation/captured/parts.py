@@ -198,11 +198,21 @@ class RoundGraphs(GraphTarget):
 
 
 class DraftsBesideGraphs(Drafts):
-    """Drafts without graphs for a single sequence whose target passes are captured."""
+    """Drafts without graphs for a single sequence whose target passes are captured. If a pass fails, the repeated round
+    gets its candidates again, because the draft's state already includes them."""
+
+    def __init__(self) -> None:
+        self.proposed: list[DraftTree] = []
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
-        with without_cudnn(texts[0].ids.device):
-            return super().propose(texts, target)
+        if not self.proposed:
+            with without_cudnn(texts[0].ids.device):
+                self.proposed = super().propose(texts, target)
+        return self.proposed
+
+    def record_outcome(self, rounds: Sequence[Round]) -> None:
+        self.proposed = []
+        super().record_outcome(rounds)
 
 
 class PassGraphs(GraphTarget):
@@ -217,7 +227,6 @@ class PassGraphs(GraphTarget):
         if failure.lasting is not None:
             self.passes.why_not = str(failure)
         warn(self.usual, str(failure))
-        texts[0].generator.stop_drafting()  # the draft's state includes candidates of the failed round
         return super().after_failure(failure, texts)
 
     def _read(self, each: Round) -> None:
