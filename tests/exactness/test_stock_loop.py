@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.enumeration.exact_distribution import VISIBLE, Replay, Tokens, exact_distribution, worst_error
-from support.enumeration.stock_rounds import PROMPT, VOCAB, StockGenerator, in_their_loop, small, target_distribution
+from support.enumeration.stock_rounds import PROMPT, VOCAB, in_their_loop, small, target_distribution
 from support.enumeration.whole_generations import assert_exactly_p
 from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation.utils import _speculative_sampling
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 
 # transformers and the drafter turn logits into float32 before anything else, whatever the models' dtype.
 TOLERANCE = 1e-6
@@ -31,7 +31,7 @@ def one_round(assistant: SpecDecPPAssistant, target: PreTrainedModel, reported_t
     """Candidates of our generator, which transformers verifies."""
     warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(3)]
     config = GenerationConfig(do_sample=True)
-    generator = StockGenerator(assistant.setup(), config, warpers, target=target)
+    generator = SpecDecPPCandidateGenerator(assistant.setup(), config, warpers, target=target)
     sequences, q_scores = generator.get_candidates(PROMPT)
     count = sequences.shape[1] - PROMPT.shape[1]
     with torch.no_grad():

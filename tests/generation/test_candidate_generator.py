@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.enumeration.stock_rounds import in_their_loop
-from support.targets.models import Rounds, partly_agreeing, prompt, tiny
+from support.targets.models import Rounds, assistant_of, partly_agreeing, prompt, tiny
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
@@ -56,3 +56,14 @@ def test_the_rule_learns() -> None:
     target.generate(PROMPT, **in_their_loop(target, assistant, made), max_new_tokens=30, do_sample=False)
     rule: Any = made[0].method.rule
     assert rule.rates.rounds > 0
+
+
+@pytest.mark.parametrize(("kind", "settings", "says"), [
+    ("independent", {"tree": "dyspec"}, "drafts trees"),
+    ("conditioned", {"rule": "fixed"}, "reads hidden states of the target"),
+])  # fmt: skip
+def test_what_it_cannot_draft_there(kind: str, settings: dict[str, Any], says: str) -> None:
+    target = tiny("llama")
+    assistant = assistant_of(kind, target, **settings)
+    with pytest.raises(ValueError, match=f"{says}.*transformers' own loop"):
+        target.generate(PROMPT, **in_their_loop(target, assistant), max_new_tokens=8)

@@ -1,18 +1,15 @@
 """transformers' own loop, also with every random number replaced, so that rounds can be enumerated."""
 
 import types
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation import candidate_generator
-from hf_specdecpp.trees.tree import Chain
 from support.enumeration.exact_distribution import Replay, Tokens
 from support.targets.models import tiny
 
@@ -23,24 +20,6 @@ def small(seed: int) -> Any:
     return tiny("llama", seed, vocab_size=VOCAB, num_hidden_layers=1)
 
 
-class StockGenerator(SpecDecPPCandidateGenerator, CandidateGenerator):
-    """Our candidate generator with the methods that transformers' own loop calls, which verifies chains only."""
-
-    def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Any, Any]:
-        """Token ids `[1, length + k]`, and logits `[1, k, vocab]` whose softmax is q; `None` if k is 0."""
-        self.method.refuse("transformers' own loop verifies no trees")
-        self._chain = chain = cast(Chain, self.propose(input_ids))
-        if not len(chain):
-            return input_ids, None
-        candidates = input_ids.new_tensor([chain.candidates])
-        looked_up = input_ids.new_tensor(chain.candidates[chain.num_drawn :])
-        certain = functional.one_hot(looked_up, self.vocab_size).log()
-        return torch.cat((input_ids, candidates), dim=1), torch.stack([*chain.drawn_from, *certain])[None]
-
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
-        self.record_outcome(self._chain, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
-
-
 def in_their_loop(
     target: Any, assistant: SpecDecPPAssistant, made: list[SpecDecPPCandidateGenerator] | None = None
 ) -> dict[str, Any]:
@@ -49,10 +28,10 @@ def in_their_loop(
     The method that transformers asks for a candidate generator is set on the instance: the hook for those who bring
     their own loop or generator. The argument asks for assisted generation without an assistant."""
 
-    def get(self: Any, **kwargs: Any) -> StockGenerator:
+    def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
         config, processors = kwargs["generation_config"], kwargs["logits_processor"]
         mask = kwargs["model_kwargs"].get("attention_mask")
-        generator = StockGenerator(assistant.setup(), config, processors, mask, target=self)
+        generator = SpecDecPPCandidateGenerator(assistant.setup(), config, processors, mask, target=self)
         if made is not None:
             made.append(generator)
         return generator

@@ -89,8 +89,8 @@ def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     seen: list[tuple[Any, Any]] = []
     run = decoding.AssistedDecoding.run
 
-    def noted(self: Any, input_ids: Any) -> Any:
-        result, generator = run(self, input_ids), self.texts[0].generator
+    def noted(self: Any) -> Any:
+        result, generator = run(self), self.texts[0].generator
         seen.append((generator.setup.drafter, generator.stats))
         return result
 
