@@ -20,7 +20,7 @@ from hf_specdecpp.caches.masks import Nodes
 from hf_specdecpp.cuda_graphs import captured_draft, on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules
 from hf_specdecpp.cuda_graphs.fixed_cache import pass_inputs
-from hf_specdecpp.drafting import drafter as model_steps
+from hf_specdecpp.drafting import model_steps
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator
 from hf_specdecpp.sampling.processors import Processing

@@ -167,9 +167,15 @@ def cuts_rows_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ends_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are not padded go on up to the end of the first alone."""
-    last = property(lambda side: min(text.end_length for text in side.texts))
-    monkeypatch.setattr(BatchTarget, "_last", last)
+    """Rows that are not padded are cut at the end of the first alone."""
+    lengths = BatchTarget._lengths
+
+    def shortest(side: BatchTarget) -> list[int]:
+        if not side.texts[0].goes_on:
+            return lengths(side)
+        return [int(min(text.end_length for text in side.texts))] * len(side.texts)
+
+    monkeypatch.setattr(BatchTarget, "_lengths", shortest)
 
 
 def holds_what_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
