@@ -20,7 +20,6 @@ from hf_specdecpp import assist
 from hf_specdecpp.drafting.chain import ChainDrafting
 from hf_specdecpp.generation import candidate_generator
 from hf_specdecpp.generation.single_target import SingleTarget
-from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.models.cpu.products import ProductTimes
 from hf_specdecpp.throughput.known_costs import forget_costs
 
@@ -51,7 +50,7 @@ class CountedClock:
     def install(self) -> None:
         candidate_generator.computing_clock = lambda *_: self
         ProductTimes.of = lambda *_: ProductTimes(PRODUCTS, PRODUCTS, 1, 0)  # type: ignore[method-assign,assignment]
-        for drafting in (ChainDrafting, TreeDrafting):
+        for drafting in (ChainDrafting, candidate_generator.TreeDrafting):
             self._count_drafts(drafting)
         read = SingleTarget.read
 

@@ -97,7 +97,7 @@ def drafting(
 
 
 class ChainDrafting:
-    """Drafts the chains of one sequence. `TreeDrafting` (`generation.tree_drafting`) has the same methods.
+    """Drafts the chains of one sequence. `TreeDrafting` (`generation.candidate_generator`) has the same methods.
 
     Args:
         session: the draft's side of the sequence.

@@ -192,3 +192,18 @@ def counts_of(rows: Sequence[LookingUp]) -> list[int]:
     estimates = [row.estimates for row in rows]
     count = first.choice.length(estimates, first.verify[: widest + 1], reading, drafts)
     return [count] * len(rows)
+
+
+def with_lookups(tree: DraftTree, lookup: LookingUp | None, count: int, method: Any, is_alone: bool) -> DraftTree:
+    """Called after drafting with `method` (`ChainDrafting` or `TreeDrafting`): the drafted `tree` with looked-up
+    candidates, `count` of them if that is not 0; otherwise, if the sequence `is_alone`, as many after or beside the
+    drafted ones as are worth their cost. Trees of one branch become chains."""
+    if lookup is not None and method.branches:
+        lookup.branch(tree, count)
+    if method.makes_chains:
+        tree = tree.as_chain()
+    if lookup is None or method.branches:
+        return tree
+    if count:
+        return Chain(lookup.found.tokens[:count])
+    return lookup.extend(tree, method.survival(tree)) if is_alone else tree

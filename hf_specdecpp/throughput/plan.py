@@ -232,7 +232,7 @@ class BatchPlan(ChainPlan):
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         super().__init__(known, most, max(lag, 0), rates)  # all rows continue or none, so no estimate precedes its draw
 
-    def begin_batch(self, unread: int, left: float = math.inf) -> None:
+    def weigh_reading(self, unread: int, left: float = math.inf) -> None:
         """Begin a round: decide whether the rows draft. `unread`, `left`: most unread, and further, tokens of a row."""
         gain = self.rate * self.plain**2 - self.plain
         can_read = not self.pays or self.costs.read * unread <= min(USUAL_TOKENS, left) * gain

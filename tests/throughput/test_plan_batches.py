@@ -72,7 +72,7 @@ class Batches:
         return float(LENGTH * ALL[0] / seconds)
 
     def _draft(self, rules: list[Throughput], estimates: list[float]) -> int:
-        self.plan.begin_batch(unread=1)
+        self.plan.weigh_reading(unread=1)
         for rule in rules:
             rule.begin_round()
         drafted = 0
@@ -103,7 +103,7 @@ def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
     most = int(64 * (plan.rate * plan.plain - 1.0) * plan.plain / costs.read)
     rows = [Throughput(DraftProbability(), plan) for _ in range(2)]
     for unread, starts in ((1, True), (most - 1, True), (most + 2, False)):
-        plan.begin_batch(unread)
+        plan.weigh_reading(unread)
         assert [row.should_draft(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
         assert plan.unread == unread
 
