@@ -291,7 +291,8 @@ def rule_of(
     setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
     """A new stopping rule for the chains of one generation; `plan` is the result of `plan_of`."""
-    config, decisions = replace(setup.speculation, rule=setup.rule(target)), setup.decisions
+    config, rule, decisions = setup.speculation, setup.rule(target), setup.decisions
+    config = config if config.rule == rule else replace(config, rule=rule)  # also validates the settings
     learns = config.rule == "threshold" and decisions.adapt
     rates = setup.learned_rates(target, generation_config) if learns else None
     return make_rule(config, setup.estimator, cast("ChainPlan | None", plan), rates, decisions.min_tokens)
