@@ -83,15 +83,13 @@ def _unfit(target: CausalLM, static: StaticCache, growing: DynamicCache, rows: i
     if unknown := {type(layer) for layer in layers} - {StaticLayer, StaticSlidingWindowLayer, *ATTENTION_LAYERS}:
         kept = ", ".join(sorted(kind.__name__ for kind in unknown))
         return f"{name} keeps {kept} in it, which cannot be copied back when candidates are rejected"
-    windows = [isinstance(layer, DynamicSlidingWindowLayer) for layer in others]
-    is_usual = (
-        type(static) is StaticCache
-        and "update" not in vars(static)
-        and not static.offloading
-        and windows == [isinstance(layer, StaticSlidingWindowLayer) for layer in layers]
-    )
-    if not is_usual:
-        return f"this {type(static).__name__} is not a StaticCache of transformers, not offloaded, made for {name}"
+    if static.offloading:
+        return "it is offloaded, with which assistants were never tried"
+    if type(static) is not StaticCache or "update" in vars(static):
+        return f"{type(static).__name__} may have code of its own, which would not be called"
+    own = [isinstance(layer, StaticSlidingWindowLayer) for layer in layers]
+    if own != [isinstance(layer, DynamicSlidingWindowLayer) for layer in others]:
+        return f"its layers are not those of {name}"
     for layer, other in _pairs(static, growing):
         if layer.is_sliding and layer.max_cache_len < min(other.sliding_window, longest - 1):
             return (
