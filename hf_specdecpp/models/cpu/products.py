@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -34,8 +34,8 @@ MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave 
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
 ROWS = (1, 4, 16)  # numbers of rows whose multiplications are measured
 SPANS = ((1, 2), (3, 8), (9, 24))  # rows that each measurement applies to; with more, PyTorch's own kernel is used
-ALIKE = 32  # most rows for copies in half precision; with more, PyTorch's own kernel for AMX also rounds differently
-SAMPLE = 1 << 21  # elements of a weight that are measured
+ALIKE = 32  # most rows for copies in half precision
+SAMPLE, MOST_SAMPLES = 1 << 21, 20  # elements of weights that are measured, and the most weights
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
 RUNS, MOST_RUNS = 3, 6  # of each measured multiplication
 AGREE = 1.15  # maximum ratio of the second shortest run to the shortest; else runs were disturbed
@@ -261,7 +261,7 @@ def measured_copy(weight: Tensor) -> MeasuredCopy | None:
     there is no kind, or the copy is not faster for any number of rows."""
     if (kind := kind_of_copy(weight)) is None:
         return None
-    times = _times_of(kind, _sample(weight))
+    times = _times_of(kind, _samples(weight))
     return MeasuredCopy(kind.of(weight), times) if times.most else None
 
 
@@ -274,10 +274,11 @@ def product_times(weight: Tensor) -> ProductTimes | None:
     """Times of multiplications with weights of this dtype, measured once, with a part of the first such weight, in at
     most 0.3 s of processor time; `None` if weights of this dtype have no copies."""
     if weight.dtype not in _first:
-        sample = _sample(weight)
-        if (kind := kind_of_copy(sample)) is None:  # such as a weight with NaN, which is no example of others
-            kind, sample = kind_of_copy(torch.ones_like(sample)), torch.ones_like(sample)
-        _first[weight.dtype] = None if kind is None else _times_of(kind, sample)
+        samples = _samples(weight)
+        if (kind := kind_of_copy(samples[0])) is None:  # such as a weight with NaN, which is no example of others
+            samples = list(map(torch.ones_like, samples))
+            kind = kind_of_copy(samples[0])
+        _first[weight.dtype] = None if kind is None else _times_of(kind, samples)
     return _first[weight.dtype]
 
 
@@ -286,47 +287,53 @@ def forget_product_times() -> None:
     _first.clear()
 
 
-def _sample(weight: Tensor) -> Tensor:
-    """About two million (`SAMPLE`) elements of a weight: its first rows, repeated if there are too few."""
+def _samples(weight: Tensor) -> list[Tensor]:
+    """The first rows of a weight, about two million (`SAMPLE`) elements, or up to 20 copies of a smaller weight, of
+    whose multiplications the calls take a part of the time."""
     rows = max(SAMPLE // weight.shape[1], 1)
-    times = -(-rows // len(weight))
-    return (weight.detach().repeat(times, 1) if times > 1 else weight.detach())[:rows]
+    times = min(-(-rows // len(weight)), MOST_SAMPLES)
+    return list(weight.detach().repeat(times, 1).split(len(weight))) if times > 1 else [weight.detach()[:rows]]
 
 
-def _times_of(kind: Kind, sample: Tensor) -> ProductTimes:
-    of = sample.dtype, kind
+def _times_of(kind: Kind, samples: list[Tensor]) -> ProductTimes:
+    of = samples[0].dtype, kind
     if of not in _measured:
-        _measured[of] = _measure(sample, kind.of(sample))
+        _measured[of] = _measure(samples, [kind.of(sample) for sample in samples])
     return _measured[of]
 
 
 @torch.inference_mode()
-def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes:
-    """Measure multiplications with a weight and with its copy, in one thread."""
+def _measure(weights: Sequence[Tensor], copies: Sequence[Float16Weight | OneDnnWeight]) -> ProductTimes:
+    """Measure multiplications with some weights of equal shape, and with their copies, in one thread."""
     others = torch.ones(COLD // 8, dtype=torch.int64)
-    ways: Any = partial(functional.linear, weight=weight), partial(copy.multiply, bias=None)
+    ways: Any = (
+        [partial(functional.linear, weight=weight) for weight in weights],
+        [partial(copy.multiply, bias=None) for copy in copies],
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # waiting for other threads would count as processor time
     try:
-        inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in ROWS]
+        inputs = [torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype) for rows in ROWS]
         times = [[_shortest(way, x, others) for x in inputs] for way in ways]
     finally:
         torch.set_num_threads(threads)
-    own, copied = (tuple(seconds / weight.numel() for seconds in each) for each in times)
-    return ProductTimes.of(own, copied, weight.dtype is not torch.float32)
+    count = sum(weight.numel() for weight in weights)
+    own, copied = (tuple(seconds / count for seconds in each) for each in times)
+    return ProductTimes.of(own, copied, weights[0].dtype is not torch.float32)
 
 
-def _shortest(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:
+def _shortest(products: Sequence[Callable[[Tensor], Any]], x: Tensor, others: Tensor) -> float:
     """The shortest `_cold` time of 3 to 6 runs, which end once the second shortest agrees with the shortest."""
-    times = sorted(_cold(product, x, others) for _ in range(RUNS))
+    times = sorted(_cold(products, x, others) for _ in range(RUNS))
     while times[1] > AGREE * times[0] and len(times) < MOST_RUNS:
-        times = sorted([*times, _cold(product, x, others)])
+        times = sorted([*times, _cold(products, x, others)])
     return times[0]
 
 
-def _cold(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:
-    """Processor seconds of one multiplication of `x`. Before it `others` are read, so that no cache has the weight."""
+def _cold(products: Sequence[Callable[[Tensor], Any]], x: Tensor, others: Tensor) -> float:
+    """Processor seconds of multiplications of `x`. Before them `others` are read, so that no cache has the weights."""
     others.sum()
     begin = time.thread_time()
-    product(x)
+    for product in products:
+        product(x)
     return max(time.thread_time() - begin, 1e-9)

@@ -164,12 +164,12 @@ def test_a_copy_goes_with_its_layer_and_with_whom_it_was_made_for() -> None:
 
 def test_the_first_weight_does_not_decide_for_those_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one with NaN, or one that does not fit; measured are weights of a usual size."""
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[str, list[tuple[int, ...]]]] = []
     measure = products._measure
 
-    def noted(weight: Tensor, copy: Any) -> Any:
-        seen.append((copy.name, weight.numel()))
-        return measure(weight, copy)
+    def noted(weights: list[Tensor], copies: list[Any]) -> Any:
+        seen.append((copies[0].name, [tuple(weight.shape) for weight in weights]))
+        return measure(weights, copies)
 
     monkeypatch.setattr(products, "_measure", noted)
     first = layer_of().bfloat16()
@@ -181,7 +181,12 @@ def test_the_first_weight_does_not_decide_for_those_of_another_kind(monkeypatch:
     with faster(third):
         assert products_of(third) == {"float16": 1, "oneDNN": 1}
     assert sorted(name for name, _ in seen) == ["float16", "float16", "oneDNN"], "once for each dtype and kind"
-    assert all(products.SAMPLE - 3000 <= count <= products.SAMPLE for _, count in seen)
+    small, large = [(64, 64)] * products.MOST_SAMPLES, [(500, 3000)] * 2
+    assert sorted((name, shapes) for name, shapes in seen) == [
+        ("float16", small),
+        ("float16", large),
+        ("oneDNN", small),
+    ]
 
 
 # The thread. ----------------------------------------------------------------------------------------------------------
