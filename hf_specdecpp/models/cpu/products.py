@@ -40,6 +40,7 @@ COLD = 64 << 20  # bytes read between two multiplications, so that no weight is 
 RUNS, MOST_RUNS = 3, 6  # of each measured multiplication
 AGREE = 1.15  # maximum ratio of the second shortest run to the shortest; else runs were disturbed
 LEAST_GAIN = 1.05  # least ratio of the times of PyTorch's own kernel and a copy's for which the copy is used
+CLEAR_GAIN = 1.15  # the same for 1 and 2 rows: plain generation must not get slower in layers unlike the measured ones
 MOST_LOSS = 1.3  # ratio of times up to which a copy that is faster for fewer rows is used, so that bits stay the same
 
 
@@ -216,7 +217,7 @@ class ProductTimes:
             return cls(own, copied, 1, ALIKE if LEAST_GAIN * sum(copied) <= sum(own) else 0)
         least, most = 1, 0
         for (first, last), mine, other in zip(SPANS, own, copied, strict=True):
-            if other * LEAST_GAIN <= mine or (most and other <= MOST_LOSS * mine):
+            if other * (CLEAR_GAIN if first == 1 else LEAST_GAIN) <= mine or (most and other <= MOST_LOSS * mine):
                 least, most = least if most else first, last
             elif most:
                 break
@@ -314,20 +315,26 @@ def _measure(weights: Sequence[Tensor], copies: Sequence[Float16Weight | OneDnnW
     torch.set_num_threads(1)  # waiting for other threads would count as processor time
     try:
         inputs = [torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype) for rows in ROWS]
-        times = [[_shortest(way, x, others) for x in inputs] for way in ways]
+        times = [_shortest(ways, x, others) for x in inputs]
     finally:
         torch.set_num_threads(threads)
     count = sum(weight.numel() for weight in weights)
-    own, copied = (tuple(seconds / count for seconds in each) for each in times)
+    own, copied = (tuple(seconds / count for seconds in each) for each in zip(*times, strict=True))
     return ProductTimes.of(own, copied, weights[0].dtype is not torch.float32)
 
 
-def _shortest(products: Sequence[Callable[[Tensor], Any]], x: Tensor, others: Tensor) -> float:
-    """The shortest `_cold` time of 3 to 6 runs, which end once the second shortest agrees with the shortest."""
-    times = sorted(_cold(products, x, others) for _ in range(RUNS))
-    while times[1] > AGREE * times[0] and len(times) < MOST_RUNS:
-        times = sorted([*times, _cold(products, x, others)])
-    return times[0]
+def _shortest(ways: Any, x: Tensor, others: Tensor) -> list[float]:
+    """The shortest `_cold` time of each of `ways`, which take turns, because other processes may slow down several
+    runs: 3 to 6 turns, which end once for each way the second shortest time agrees with the shortest."""
+    turns = [[_cold(products, x, others) for products in ways] for _ in range(RUNS)]
+    while len(turns) < MOST_RUNS and not all(map(_agree, zip(*turns, strict=True))):
+        turns.append([_cold(products, x, others) for products in ways])
+    return list(map(min, *turns))
+
+
+def _agree(times: Sequence[float]) -> bool:
+    shortest, second, *_ = sorted(times)
+    return second <= AGREE * shortest
 
 
 def _cold(products: Sequence[Callable[[Tensor], Any]], x: Tensor, others: Tensor) -> float:
