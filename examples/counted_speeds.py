@@ -50,8 +50,7 @@ class CountedClock:
     def install(self) -> None:
         candidate_generator.computing_clock = lambda *_: self
         ProductTimes.of = lambda *_: ProductTimes(PRODUCTS, PRODUCTS, 1, 0)  # type: ignore[method-assign,assignment]
-        for drafting in (ChainDrafting, candidate_generator.TreeDrafting):
-            self._count_drafts(drafting)
+        self._count_drafts()
         read = SingleTarget.read
 
         def counted(side: Any, rounds: Any) -> None:
@@ -63,19 +62,28 @@ class CountedClock:
 
         SingleTarget.read = counted  # type: ignore[method-assign]
 
-    def _count_drafts(self, drafting: Any) -> None:
-        draft = drafting.draft
+    def _count_drafts(self) -> None:
+        chain, tree = ChainDrafting.draft, candidate_generator.TreeDrafting.draft
 
-        def counted(method: Any, input_ids: Any, longest: int) -> Any:
-            unread = method.session.unread - 1
-            tree = draft(method, input_ids, longest)
-            if tree.passes:
-                further = max(len(tree.scores) - tree.passes, 0)
-                work = self.step * tree.passes + BRANCH * further + self.cost_of_reading * unread
+        def add(drafted: Any, passes: int, unread: int) -> Any:
+            if passes:
+                further = max(len(drafted.scores) - passes, 0)
+                work = self.step * passes + BRANCH * further + self.cost_of_reading * unread
                 self.seconds += PLAIN_SECONDS * work
-            return tree
+            return drafted
 
-        drafting.draft = counted
+        def counted_chain(method: Any, input_ids: Any, longest: int) -> Any:
+            unread = method.session.unread - 1
+            drafted = yield from chain(method, input_ids, longest)
+            return add(drafted, method.session.passes, unread)
+
+        def counted_tree(method: Any, input_ids: Any, longest: int) -> Any:
+            unread = method.session.unread - 1
+            drafted = tree(method, input_ids, longest)
+            return add(drafted, drafted.passes, unread)
+
+        ChainDrafting.draft = counted_chain  # type: ignore[method-assign]
+        candidate_generator.TreeDrafting.draft = counted_tree  # type: ignore[method-assign]
 
 
 def speeds(clock: CountedClock, target: Any, given: list[Any], tokens: int, are_first: bool, make: Any) -> list[float]:

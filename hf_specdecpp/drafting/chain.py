@@ -97,7 +97,8 @@ def drafting(
 
 
 class ChainDrafting:
-    """Drafts the chains of one sequence. `TreeDrafting` (`generation.candidate_generator`) has the same methods.
+    """Drafts the chains of one sequence. `TreeDrafting` (`generation.candidate_generator`) has the same methods,
+    but its `draft` is no coroutine.
 
     Args:
         session: the draft's side of the sequence.
@@ -129,14 +130,9 @@ class ChainDrafting:
         """Maximum length of the next chain, given the output's `room` for candidates and the caller's limit `most`."""
         return min(room, most)
 
-    def draft(self, input_ids: Tensor, longest: int) -> Chain:
-        """Draft a chain of at most `longest` candidates after the sequence `input_ids` `[1, length]`."""
-        (chain,) = draft_chains([self.step_by_step(input_ids, longest)])
-        chain.passes = self.session.passes
-        return chain
-
-    def step_by_step(self, input_ids: Tensor, longest: int) -> Drafting:
-        """The coroutine (`drafting`) that drafts the same chain as `draft`, for a row of a batch."""
+    def draft(self, input_ids: Tensor, longest: int) -> Drafting:
+        """The coroutine (`drafting`) that drafts a chain of at most `longest` candidates after the sequence `input_ids`
+        `[1, length]`; `draft_chains` runs it, alone or with those of the other rows of a batch."""
         step = partial(next_step, self.session, self.processing, input_ids, self.randomness is None)
         return drafting(step, self.rule, self.randomness, longest, self.eos_token_ids, self.session.unread)
 

@@ -281,12 +281,12 @@ def propose_together(
     for place, count in enumerate(looks_up):
         if count or (plan is not None and plan.waits):
             longest[place] = 0
-    if first.setup.rows == 1:
+    if isinstance(first.method, TreeDrafting):
         trees: list[DraftTree] = [first.method.draft(texts[0], longest[0])]
     else:
         methods = [cast(ChainDrafting, row.method) for row in rows]
-        drafting = list(map(ChainDrafting.step_by_step, methods, texts, longest))
-        trees = [*draft_chains(drafting, partial(run_shared, [method.rule for method in methods], batch))]
+        prepare = partial(run_shared, [each.rule for each in methods], batch) if first.setup.rows > 1 else None
+        trees = [*draft_chains(list(map(ChainDrafting.draft, methods, texts, longest)), prepare)]
         for row, tree in zip(rows, trees, strict=True):
             tree.passes = row.session.passes
     if times is not None:
