@@ -63,7 +63,9 @@ class CountedClock:
         SingleTarget.read = counted  # type: ignore[method-assign]
 
     def _count_drafts(self) -> None:
-        chain, tree = ChainDrafting.draft, candidate_generator.TreeDrafting.draft
+        chains: Any = ChainDrafting
+        trees: Any = candidate_generator.TreeDrafting
+        chain, tree = chains.draft, trees.draft  # the first is a coroutine
 
         def add(drafted: Any, passes: int, unread: int) -> Any:
             if passes:
@@ -82,8 +84,7 @@ class CountedClock:
             drafted = tree(method, input_ids, longest)
             return add(drafted, drafted.passes, unread)
 
-        ChainDrafting.draft = counted_chain  # type: ignore[method-assign]
-        candidate_generator.TreeDrafting.draft = counted_tree  # type: ignore[method-assign]
+        chains.draft, trees.draft = counted_chain, counted_tree
 
 
 def speeds(clock: CountedClock, target: Any, given: list[Any], tokens: int, are_first: bool, make: Any) -> list[float]:

@@ -50,8 +50,8 @@ def price(target, assistant) -> None:
     print("| | without, microseconds | with it, more |")
     print("|---|---|---|")
     print(f"| a draft step | {1e6 * step:.0f} | {1e6 * seconds[1]:.0f} |")
-    print(f"| a round of {CANDIDATES} candidates | {1e6 * whole:.0f} | {1e6 * more:.0f} ({more / whole:.1%}) |")
-    print(flush=True)
+    row = f"| a round of {CANDIDATES} candidates | {1e6 * whole:.0f} | {1e6 * more:.0f} ({more / whole:.1%}) |"
+    print(f"{row}\n", flush=True)
 
 
 def rounds_without(target, assistant):

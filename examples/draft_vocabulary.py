@@ -73,7 +73,8 @@ def main(words: list[str] | None = None) -> None:
     lengths = [inputs["input_ids"].shape[1] for inputs in later]
     tested = Dataset.from_dict({"input_ids": answers, "prompt_length": lengths})
     num_counted = sum(map(len, counted["input_ids"]))
-    print(f"{num_counted} tokens of {len(earlier)} prompts and answers were counted; {len(later)} answers")
+    console = Console()
+    console.print(f"{num_counted} tokens of {len(earlier)} prompts and answers were counted; {len(later)} answers")
     table = Table("vocabulary", "covered", "accepted", "tokens a pass", "ms a draft pass", "seconds")
     for name, stats in totals.items():
         covered = covered_mass(vocabs[name], tested) if name in vocabs else 1.0
@@ -81,7 +82,7 @@ def main(words: list[str] | None = None) -> None:
             name, f"{covered:.1%}", f"{stats.acceptance_rate:.1%}", f"{stats.tokens_per_pass:.2f}",
             f"{1000 * stats.draft_seconds / max(stats.draft_passes, 1):.1f}", f"{seconds[name]:.0f}",
         )  # fmt: skip
-    Console().print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -321,7 +321,8 @@ class AssistantModel(PreTrainedModel):
             first: the generator of the call's first sequence, whose setup and matrix multiplications are used, too.
         """
         setup = replace(self.setup(), rows=rows) if first is None else first.setup
-        generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
+        parts = setup, config, logits_processor, attention_mask
+        generator = SpecDecPPCandidateGenerator(*parts, target=target, first=first)
         generator.stats.decided["attached"] = "by a call" if target in self._met_in_calls else "before"
         generator.stats.suspect, generator.stats.agreement = self.suspect, list(self.agreement)
         if first is not None:

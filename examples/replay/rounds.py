@@ -100,8 +100,9 @@ class RoundReplay:
             states = None if self.states is None else self.states[:, max(seen - 1, 0) : position - 1]
             tree = generator.propose(ids[:, :position], states=states)
             if self.branching is None:
-                following = [*self.text.ids[position:], -1]
-                path, _ = verify_greedy(tree, lambda node: following[tree.depths[node]])  # noqa: B023 - called at once
+                following = dict(enumerate(self.text.ids[position:]))
+                choices = [following.get(depth, -1) for depth in tree.depths]
+                path, _ = verify_greedy(tree, choices.__getitem__)
                 yield ReplayedRound(tree, len(path), len(path))
             else:
                 p = self._p(self.branching, tree, position)

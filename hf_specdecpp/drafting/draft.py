@@ -174,8 +174,9 @@ class Draft:
         """Called before each generation: update copies of the target's weights, which may be in training."""
 
     def captured_copy(self, fuse: bool) -> Any:
-        """The copy of the draft for rounds captured as CUDA graphs, made anew if the draft or `fuse` has changed;
-        `None` if it cannot be captured. `fuse`: compile its small operations (`compile`)."""
+        """Return the copy of the draft that runs in rounds captured as CUDA graphs, or `None` if the draft cannot be
+        captured. A new copy is made if the draft or `fuse` has changed since the last call. `fuse`: compile the small
+        operations of the copy (`SpeculationConfig.compile`)."""
         if not graphs.can_capture(self.device):
             return None
         now = [fuse, *identity({name: each for name, each in vars(self).items() if name != "captured"})]

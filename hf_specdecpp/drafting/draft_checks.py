@@ -57,7 +57,7 @@ def check_logits(drafter: Any) -> None:
             expected = read(probe).logits[0, -1].float()
             hidden = drafter.hidden_states(probe, **positions_of(drafter._decoder, probe))[0, -1]
             actual = drafter.head_logits(hidden)
-        except Exception as failure:  # of any class, with other inputs than tokens or layers before the LM head
+        except Exception as failure:  # a forward pass that gets inputs of another kind may raise any error
             raise ValueError(
                 f"{type(model).__name__} does not read a token by itself, or has layers between its decoder and its LM "
                 f"head ({type(failure).__name__}: {failure}), so it cannot draft. Use another model."

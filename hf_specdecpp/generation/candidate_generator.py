@@ -20,6 +20,7 @@ from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.costs import DraftWork
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.drafting.chain import ChainDrafting, Threshold, draft_chains, run_shared
 from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
@@ -56,6 +57,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         logits_processor: the call's. Processors that may be called for candidates process the draft's logits, too.
         attention_mask: `[1, length]` of the prompt, or `None`. The draft does not read masked tokens.
         target: the model that verifies.
+        first: in later rows of a batch, the generator of the first row, whose captured draft steps serve all rows.
 
     Attributes:
         stats: counts and seconds of this generation.
@@ -73,7 +75,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def __init__(
         self, setup: DraftSetup, generation_config: GenerationConfig,
         logits_processor: Sequence[LogitsProcessor] | None = None, attention_mask: Tensor | None = None, *,
-        target: CausalLM,
+        target: CausalLM, first: SpecDecPPCandidateGenerator | None = None,
     ) -> None:  # fmt: skip
         setup.check()
         self.setup, self.vocab_size = setup, num_logits(target)
@@ -93,8 +95,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         chains = why_chains(setup, target, captures, self.processing)
         decided = setup.decided(target, greedy, self.processing, self.corrections is not None, chains)
         self.stats = SpeculationStats(remedies=setup.remedies, decided=decided)
-        fuse = setup.speculation.compile
-        self.round_steps = setup.drafter.round_steps(self.vocab_size, fuse) if captures else None
+        own = setup.drafter.round_steps(self.vocab_size, setup.speculation.compile) if captures and not first else None
+        self.round_steps: RoundSteps | None = own if first is None else first.round_steps
         self.plan: Plan | None = plan_of(setup, target, generation_config, captures, trees=chains is None)
         how = self.session, self.draft_processing, self.randomness, self.eos_token_ids
         self.method: ChainDrafting | TreeDrafting
@@ -110,9 +112,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.plan.begin_text()
             if self.plan.known.follows:
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
-        self.is_paused = False
+        self.is_paused, self._num_accepted = False, 0
         self._mask, self._shown = attention_mask, 0  # `_shown`: tokens of the sequence passed to the draft so far
-        self._num_accepted = 0
 
     def _observers(self) -> list[Any]:
         return [each for each in (self.stats, self.lookup, *self.method.observers) if each is not None]
@@ -235,15 +236,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def begin_round(self, input_ids: Tensor, max_tokens: int | None, states: Tensor | None) -> int:
         """Pass new tokens to the draft and the lookups. Returns the largest depth of the candidates of this round."""
-        session, drafter = self.session, self.setup.drafter
+        session, draft = self.session, self.setup.drafter
         new_tokens, states = self._new_tokens(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
         room = int(min(MOST_CANDIDATES, max(self._longest - input_ids.shape[1], 0)))
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
             self.lookup.look_up(new_tokens[0].tolist(), min(room, most))
-        longest = self.method.longest(room, most)
-        return int(max(min(room, longest, drafter.max_length - session.length + 1, drafter.places), 0))
+        return max(int(min(self.method.longest(room, most), draft.max_length - session.length + 1, draft.places)), 0)
 
     def _new_tokens(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens `[1, n]` not yet passed to the draft, and `states` `[1, m, size]`, both without masked tokens."""

@@ -262,7 +262,7 @@ def measured_copy(weight: Tensor) -> MeasuredCopy | None:
     there is no kind, or the copy is not faster for any number of rows."""
     if (kind := kind_of_copy(weight)) is None:
         return None
-    times = _times_of(kind, _samples(weight))
+    times = _times_of(kind, weight)
     return MeasuredCopy(kind.of(weight), times) if times.most else None
 
 
@@ -275,11 +275,10 @@ def product_times(weight: Tensor) -> ProductTimes | None:
     """Times of multiplications with weights of this dtype, measured once, with a part of the first such weight, in at
     most 0.3 s of processor time; `None` if weights of this dtype have no copies."""
     if weight.dtype not in _first:
-        samples = _samples(weight)
-        if (kind := kind_of_copy(samples[0])) is None:  # such as a weight with NaN, which is no example of others
-            samples = list(map(torch.ones_like, samples))
-            kind = kind_of_copy(samples[0])
-        _first[weight.dtype] = None if kind is None else _times_of(kind, samples)
+        rows = weight.detach()[: max(SAMPLE // weight.shape[1], 1)]
+        if (kind := kind_of_copy(rows)) is None:  # such as a weight with NaN, which is no example of others
+            kind, rows = kind_of_copy(torch.ones_like(rows)), torch.ones_like(rows)
+        _first[weight.dtype] = None if kind is None else _times_of(kind, rows)
     return _first[weight.dtype]
 
 
@@ -296,9 +295,10 @@ def _samples(weight: Tensor) -> list[Tensor]:
     return list(weight.detach().repeat(times, 1).split(len(weight))) if times > 1 else [weight.detach()[:rows]]
 
 
-def _times_of(kind: Kind, samples: list[Tensor]) -> ProductTimes:
-    of = samples[0].dtype, kind
+def _times_of(kind: Kind, weight: Tensor) -> ProductTimes:
+    of = weight.dtype, kind
     if of not in _measured:
+        samples = _samples(weight)
         _measured[of] = _measure(samples, [kind.of(sample) for sample in samples])
     return _measured[of]
 
