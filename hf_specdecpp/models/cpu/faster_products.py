@@ -1,8 +1,9 @@
 """Choice of the matrix multiplication of each linear layer of target and draft on a CPU (`FasterProducts`).
 
 Large layers use copies of their weights (`models.cpu.products`) for numbers of rows for which copies are faster
-(`ProductTimes`); small layers use PyTorch's own kernel. Attention over several tokens reads cached keys and values
-directly, whereas transformers copies them for each query head (`grouped_attention`), with the same bits."""
+(`ProductTimes`); small layers use PyTorch's own kernel. Attention (`grouped_attention`) over several tokens reads cached
+keys and values directly, whereas transformers copies them for each query head; models in half precision that use copies
+of weights attend in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
-from hf_specdecpp.models.cpu.grouped_attention import grouped_attention
+from hf_specdecpp.models.cpu.grouped_attention import HALF, grouped_attention, of_thread
 from hf_specdecpp.models.cpu.products import ProductTimes, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
@@ -48,7 +49,7 @@ class FasterProducts:
     A large linear layer uses the copy of its weight (`models.cpu.products`) as soon as the copy exists, even within a
     generation, but PyTorch's own kernel in autocast, with gradients, for inputs of another dtype and in other threads.
     Hooks run as usual. Layers with compiled, parametrised, quantised or replaced forwards or weights are not changed.
-    Attention is grouped (`grouped_attention`) in every dtype, unless a model is compiled.
+    Attention is replaced by `grouped_attention` in every dtype, unless a model is compiled.
 
     Args:
         target: the target; `seconds` and `described` are about its layers.
@@ -59,7 +60,9 @@ class FasterProducts:
 
     Attributes:
         layers: for each layer that may have a copy, its forward in this context.
-        groups_attention: whether attention is grouped.
+        groups_attention: whether attention is replaced.
+        attends_in_float32: whether the replaced attention of half precision computes in float32, in passes over few
+            tokens: if copies of such weights are used, with which passes round differently from plain ones anyway.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class FasterProducts:
     ) -> None:
         self.layers: dict[nn.Linear, Forward] = {}
         self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy, times of each layer
+        self.attends_in_float32 = False
         self._seconds: dict[tuple[int, bool, int], float] = {}  # results of `seconds`, by number of all copies, too
         models = [*draft] if target is None else [target, *draft]
         own = set() if target is None else set(modules_of(target))
@@ -80,6 +84,7 @@ class FasterProducts:
             elif copies is not None and (times := product_times(layer.weight)) is not None:
                 copy = copies.prepared(layer)
                 self.layers[layer] = _copied_forward(layer, copy)
+                self.attends_in_float32 |= layer.weight.dtype in HALF and times.most > 0
                 if layer in own:
                     self._of_target.append((layer.weight.numel(), copy, times))
         # Replacing attention would recompile a compiled model each time.
@@ -119,9 +124,12 @@ class FasterProducts:
                 _uses[layer] += 1
                 vars(layer).setdefault("forward", MethodType(_multiply, layer))
         _local.contexts.append(self.layers)
+        of_thread.in_float32.append(self.attends_in_float32 and self.groups_attention)
 
     def __exit__(self, *_: object) -> None:
         _local.contexts.pop()
+        of_thread.in_float32.pop()
+        of_thread.buffers.clear()
         with _lock:
             background.texts -= 1
             for layer in self.layers:

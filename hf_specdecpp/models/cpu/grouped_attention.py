@@ -1,5 +1,5 @@
-"""Attention over several tokens on a CPU: without copies of keys and values (`grouped_attention`), and in half
-precision with the bits of passes over one token (`separate_queries`)."""
+"""Attention on a CPU: without copies of keys and values, in half precision computed in float32 (`grouped_attention`) and
+over several tokens with the bits of passes over one token (`separate_queries`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that are left to transformers
 HALF = (torch.bfloat16, torch.float16)
+MOST_TOKENS = 32  # of a pass that attends in float32; PyTorch's kernels are fast for more, as in prompts
+SeenKeys = list[slice | Tensor] | None
 
 
 def computes_in_half(model: Any) -> bool:
@@ -26,12 +28,16 @@ def computes_in_half(model: Any) -> bool:
 
 
 class _Local(local):
-    """Results of `_seen_keys` by attention mask, in a thread within `separate_queries`; `None` in other threads."""
+    """State of a thread."""
 
-    seen: dict[Tensor, list[slice | Tensor] | None] | None = None
+    def __init__(self) -> None:
+        self.seen: dict[Tensor, SeenKeys] | None = None  # by attention mask within `separate_queries`
+        # `FasterProducts.attends_in_float32` of the contexts that the thread has entered. The last decides.
+        self.in_float32 = [False]
+        self.buffers: dict[str, Tensor] = {}  # reused memory, as new memory takes longer than the conversion
 
 
-_local = _Local()
+of_thread = _Local()
 
 
 @contextmanager
@@ -42,11 +48,11 @@ def separate_queries() -> Iterator[None]:
     With several queries PyTorch's kernels sum in another order. In half precision results are then rounded differently,
     so that of two nearly tied tokens the other one may be chosen. Not used if the mask also hides tokens of the prompt.
     """
-    _local.seen = {}
+    of_thread.seen = {}
     try:
         yield
     finally:
-        _local.seen = None
+        of_thread.seen = None
 
 
 def grouped_attention(
@@ -59,13 +65,13 @@ def grouped_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Replaces transformers' attention function `sdpa` on CPUs: equal results, bit for bit, without copies of keys and
-    values for query heads that share them.
+    values for query heads that share them; but where `FasterProducts.attends_in_float32`, passes over up to 32 tokens
+    compute attention of half precision in float32, and round once.
 
-    transformers makes these copies if several tokens are read with a mask, as in every verification, because CUDA has
-    no fast kernel without copies. CPUs have one.
-
-    Example: 12 query heads of width 128 share 2 heads of keys and values. For two tokens in each of eight rows, with
-    512 tokens in the cache, the copies take 50 MB per layer in float32.
+    transformers copies keys and values if several tokens are read with a mask, as in every verification, because CUDA
+    has no fast kernel without copies. CPUs have one. Example: 12 query heads of width 128 share 2 heads of keys and
+    values. For two tokens in each of eight rows, with 512 tokens in the cache, the copies take 50 MB per layer in
+    float32.
 
     Args:
         query: `[batch, heads, tokens, width]`.
@@ -75,35 +81,77 @@ def grouped_attention(
     Returns:
         `[batch, tokens, heads, width]`, and `None` for the attention weights.
     """
+    tokens, dtype = query.shape[2], query.dtype
+    in_float32 = (
+        of_thread.in_float32[-1] and dtype in HALF and tokens <= MOST_TOKENS and not torch.is_autocast_enabled("cpu")
+    )
     if (  # cheap tests first: every layer runs this in every pass
-        query.shape[2] > 1
-        and attention_mask is not None
+        (in_float32 if tokens == 1 else attention_mask is not None)
         and not torch.is_grad_enabled()
         and key.device.type == "cpu"
         and key.shape[-1] == value.shape[-1]
         and not kwargs.get("dropout")
         and (not (given := UNUSUAL & kwargs.keys()) or all(kwargs[name] is None for name in given))
     ):
-        attend = partial(
-            functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        seen = None if _local.seen is None else _seen_keys(attention_mask, _local.seen)
-        if seen is not None:
-            queries = zip(query.split(1, dim=2), seen, strict=True)
-            output = torch.cat([attend(one, key[:, :, keys], value[:, :, keys]) for one, keys in queries], dim=2)
+        if in_float32:
+            output = _attend_in_float32(query, key, value, attention_mask, scaling).to(dtype)
             return output.transpose(1, 2).contiguous(), None
-        if query.shape[1] != key.shape[1]:
-            return attend(query, key, value, attn_mask=attention_mask).transpose(1, 2).contiguous(), None
+        seen = _seen_keys(attention_mask)
+        if seen is not None or query.shape[1] != key.shape[1]:
+            return _attend(query, key, value, attention_mask, scaling, seen).transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-def _seen_keys(mask: Any, known: dict[Tensor, list[slice | Tensor] | None]) -> list[slice | Tensor] | None:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, seen: SeenKeys
+) -> Tensor:
+    """Attention `[batch, heads, tokens, width]`, from one query at a time if `seen` has the keys of each query."""
+    attend = partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    if seen is None:
+        return attend(query, key, value, attn_mask=mask)
+    queries = zip(query.split(1, dim=2), seen, strict=True)
+    return torch.cat([attend(one, key[:, :, keys], value[:, :, keys]) for one, keys in queries], dim=2)
+
+
+def _attend_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Attention of half-precision states, in float32. Heads of one query that share a head of keys attend as several
+    queries of one head, so that the kernel reads the keys once for all of them.
+
+    PyTorch's kernels for one query in half precision take 3 to 13 times as long, in every pass over one token."""
+    seen, is_alike = _seen_keys(mask), mask is None or mask.shape[1] == 1  # for all heads
+    query, key, value = query.float(), _in_float32("key", key), _in_float32("value", value)
+    mask = mask.float() if mask is not None and mask.dtype is not torch.bool else mask
+    if not is_alike or (seen is None and query.shape[2] > 1):
+        return _attend(query, key, value, mask, scaling, seen)
+    attend = partial(functional.scaled_dot_product_attention, scale=scaling)
+    queries = query.unflatten(1, (key.shape[1], -1)).unbind(3)
+    if seen is None:
+        outputs = [attend(queries[0], key, value, attn_mask=mask)]
+    else:
+        outputs = [attend(one, key[:, :, keys], value[:, :, keys]) for one, keys in zip(queries, seen, strict=True)]
+    return torch.stack(outputs, dim=3).flatten(1, 2)
+
+
+def _in_float32(name: str, states: Tensor) -> Tensor:
+    """A copy of keys or values in float32, in memory that the next layer uses for its own."""
+    buffer = of_thread.buffers.get(name)
+    if buffer is None or buffer.numel() < states.numel():
+        with torch.inference_mode(False):  # so that passes in and outside of inference mode may write it
+            buffer = torch.empty(2 * states.numel(), dtype=torch.float32, device=states.device)
+        of_thread.buffers[name] = buffer
+    return buffer[: states.numel()].view(states.shape).copy_(states)
+
+
+def _seen_keys(mask: Tensor | None) -> SeenKeys:
     """For each query of a boolean mask `[1, 1, tokens, cached tokens]` the keys that it sees, a slice or in a tree
-    indices; `None` for other masks, or if a window hides a query's first key. Later layers find the result in `known`.
+    indices. `None` outside of `separate_queries`, for other masks, or if a window hides a query's first key.
 
     Example: after a prefix of 2 tokens the root, its child and the child's sibling see `[:3]`, `[:4]` and
     `[0, 1, 2, 4]`."""
-    if mask not in known:
+    known = of_thread.seen
+    if known is None or mask is None:
+        return None
+    if mask not in known:  # later layers find the result of the first
         known[mask] = None
         if mask.dtype is torch.bool and len(mask) == 1 and bool(mask[..., 0].all()):
             rows = [row.nonzero()[:, 0] for row in mask[0, 0]]

@@ -36,6 +36,7 @@ ROWS = (1, 4, 16)  # numbers of rows whose multiplications are measured
 SPANS = ((1, 2), (3, 8), (9, 24))  # rows that each measurement applies to; with more, PyTorch's own kernel is used
 ALIKE = 32  # most rows for copies in half precision
 SAMPLE, MOST_SAMPLES = 1 << 21, 20  # elements of weights that are measured, and the most weights
+FEW_ROWS = 64  # of the weight that is multiplied first, and not timed
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
 RUNS, MOST_RUNS = 3, 6  # of each measured multiplication
 AGREE = 1.15  # maximum ratio of the second shortest run to the shortest; else runs were disturbed
@@ -49,7 +50,7 @@ class Float16Weight:
     """A copy of a weight `[out, in]`, multiplied by a power of two, in float16, and packed for FBGEMM."""
 
     parts: tuple[Any, ...]  # FBGEMM's packed matrices, each of consecutive outputs
-    unit: float  # factor of the activations, 1 / the power of two
+    unit: Tensor  # `[1]` float32: factor of the activations, 1 / the power of two
     name = "float16"
     bytes_of_element = 2
 
@@ -64,16 +65,19 @@ class Float16Weight:
         """Make the copy of a weight for which `fits` is true."""
         scale = _scale_of(weight) or 1.0
         pack = torch.ops.quantized.linear_prepack_fp16
-        return cls(tuple(pack(rows.float() * scale, None) for rows in _blocks(weight.detach())), 1.0 / scale)
+        parts = tuple(pack(rows.float() * scale, None) for rows in _blocks(weight.detach()))
+        return cls(parts, torch.tensor([1.0 / scale], device=weight.device))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`[..., out]`: inputs `x` `[..., in]` times the weight, plus `bias`, in the dtype of `x`. Sums in float32."""
-        inputs = x.reshape(-1, x.shape[-1]).float() * self.unit
+        if x.dim() == 1:  # PyTorch's operator needs rows
+            return self.multiply(x[None], bias)[0]
+        inputs = x * self.unit  # in float32
         parts = [torch.ops.quantized.linear_dynamic_fp16(inputs, part) for part in self.parts]
         output: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if bias is not None:
             output += bias
-        return output.to(x.dtype).view(*x.shape[:-1], -1)
+        return output.to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,11 +292,13 @@ def forget_product_times() -> None:
 
 
 def _samples(weight: Tensor) -> list[Tensor]:
-    """The first rows of a weight, about two million (`SAMPLE`) elements, or up to 20 copies of a smaller weight, of
-    whose multiplications the calls take a part of the time."""
+    """The first 64 rows of a weight (`FEW_ROWS`), which are not timed, and about two million elements (`SAMPLE`) that
+    are: the weight's first rows, or up to 20 copies of a smaller weight, as calls take a part of the time."""
+    weight = weight.detach()
     rows = max(SAMPLE // weight.shape[1], 1)
     times = min(-(-rows // len(weight)), MOST_SAMPLES)
-    return list(weight.detach().repeat(times, 1).split(len(weight))) if times > 1 else [weight.detach()[:rows]]
+    timed = list(weight.repeat(times, 1).split(len(weight))) if times > 1 else [weight[:rows]]
+    return [weight[:FEW_ROWS], *timed]
 
 
 def _times_of(kind: Kind, weight: Tensor) -> ProductTimes:
@@ -305,7 +311,8 @@ def _times_of(kind: Kind, weight: Tensor) -> ProductTimes:
 
 @torch.inference_mode()
 def _measure(weights: Sequence[Tensor], copies: Sequence[Float16Weight | OneDnnWeight]) -> ProductTimes:
-    """Measure multiplications with some weights of equal shape, and with their copies, in one thread."""
+    """Measure multiplications with weights of equal shape, and with their copies, in one thread. The first weight is a
+    smaller one, which is not timed."""
     others = torch.ones(COLD // 8, dtype=torch.int64)
     ways: Any = (
         [partial(functional.linear, weight=weight) for weight in weights],
@@ -318,7 +325,7 @@ def _measure(weights: Sequence[Tensor], copies: Sequence[Float16Weight | OneDnnW
         times = [_shortest(ways, x, others) for x in inputs]
     finally:
         torch.set_num_threads(threads)
-    count = sum(weight.numel() for weight in weights)
+    count = sum(weight.numel() for weight in weights[1:])
     own, copied = (tuple(seconds / count for seconds in each) for each in zip(*times, strict=True))
     return ProductTimes.of(own, copied, weights[0].dtype is not torch.float32)
 
@@ -338,9 +345,12 @@ def _agree(times: Sequence[float]) -> bool:
 
 
 def _cold(products: Sequence[Callable[[Tensor], Any]], x: Tensor, others: Tensor) -> float:
-    """Processor seconds of multiplications of `x`. Before them `others` are read, so that no cache has the weights."""
+    """Processor seconds of multiplications of `x` except the first. Before them `others` are read, so that no cache has
+    the weights. The first brings the kernel's code back into caches, where a model's passes find it: on an EPYC this
+    takes up to half of the time of two million elements."""
     others.sum()
+    products[0](x)
     begin = time.thread_time()
-    for product in products:
+    for product in products[1:]:
         product(x)
     return max(time.thread_time() - begin, 1e-9)

@@ -1,7 +1,9 @@
 """Attention without copies of shared keys and values, and from one query at a time in half precision: the same bits."""
 
-from collections import Counter
+import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -142,37 +144,126 @@ def one_by_one(states: dict[str, Tensor], among: Tensor, scaling: float) -> Tens
         seen = torch.cat((torch.ones(PREFIX, dtype=torch.bool), ancestors))
         keys, values = states["key"][:, :, seen], states["value"][:, :, seen]
         query = states["query"][:, :, place : place + 1]
-        outputs.append(sdpa_attention_forward(InPairs(), query, keys, values, None, scaling=scaling)[0])
+        outputs.append(grouped_attention(InPairs(), query, keys, values, None, scaling=scaling)[0])
     return torch.cat(outputs, dim=1)
 
 
+@contextmanager
+def computing(in_float32: bool) -> Iterator[None]:
+    """Within `FasterProducts` of layers with copies in half precision, if `in_float32`."""
+    attention.of_thread.in_float32.append(in_float32)
+    yield
+    attention.of_thread.in_float32.pop()
+
+
+def states_of(dtype: torch.dtype, tokens: int = 4) -> dict[str, Tensor]:
+    """A query of 16 heads for each of the last `tokens` tokens, and 8 heads of keys and values for all tokens."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = {"query": (1, 16, tokens, 64), "key": (1, 8, PREFIX + tokens, 64), "value": (1, 8, PREFIX + tokens, 64)}
+    return {name: torch.randn(shape, generator=rng).to(dtype) for name, shape in shapes.items()}
+
+
+def mask_of(among: Tensor) -> Tensor:
+    return torch.cat((torch.ones(len(among), PREFIX, dtype=torch.bool), among), dim=1)[None, None]
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("among", [CHAIN, TREE], ids=["chain", "tree"])
 @torch.inference_mode()
-def test_separate_queries_have_the_bits_of_passes_over_one_token(among: Tensor, dtype: torch.dtype) -> None:
-    rng = torch.Generator().manual_seed(0)
-    shapes = {"query": (1, 16, 4, 64), "key": (1, 8, PREFIX + 4, 64), "value": (1, 8, PREFIX + 4, 64)}
-    states = {name: torch.randn(shape, generator=rng).to(dtype) for name, shape in shapes.items()}
-    mask = torch.cat((torch.ones(4, PREFIX, dtype=torch.bool), among), dim=1)[None, None]
-    expected = one_by_one(states, among, 0.125)
-    with separate_queries():
-        separate, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
-        again, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+def test_separate_queries_have_the_bits_of_passes_over_one_token(
+    among: Tensor, dtype: torch.dtype, in_float32: bool
+) -> None:
+    states, mask = states_of(dtype), mask_of(among)
+    with computing(in_float32):
+        expected = one_by_one(states, among, 0.125)
+        with separate_queries():
+            separate, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+            again, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
     together, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
     assert torch.equal(separate, expected)
     assert torch.equal(again, expected)
     torch.testing.assert_close(together, expected, atol=2e-2, rtol=2e-2)
 
 
+PER_HEAD = torch.randn(1, 16, 1, PREFIX + 1, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("mask", [
+    None, mask_of(CHAIN), torch.where(mask_of(TREE), 0.0, -math.inf), torch.ones(1, 1, 1, PREFIX + 1).bool(), PER_HEAD,
+    mask_of(torch.ones(32, 32).bool().tril()),
+], ids=["no mask", "chain", "added", "one token", "added to each head", "most tokens"])  # fmt: skip
+def test_attention_in_float32_rounds_once(mask: Tensor | None, dtype: torch.dtype) -> None:
+    """It returns the exact result, rounded. Keys differ from layer to layer, in and outside of inference mode."""
+    tokens = 1 if mask is None else mask.shape[2]
+    for scale, inference in ((1.0, True), (0.5, False), (1.0, True)):
+        states = {name: scale * each for name, each in states_of(dtype, tokens).items()}
+        exact = {name: each.double() for name, each in states.items()}
+        bias = mask if mask is None or mask.dtype is torch.bool else mask.to(dtype)
+        with torch.inference_mode(inference), torch.no_grad(), computing(True):
+            found, _ = grouped_attention(InPairs(), **states, attention_mask=bias, scaling=0.125)
+        bias = bias if bias is None or bias.dtype is torch.bool else bias.double()
+        expected = functional.scaled_dot_product_attention(**exact, attn_mask=bias, scale=0.125, enable_gqa=True)
+        error = (found.double() - expected.transpose(1, 2)).abs().max().item()
+        rounding = torch.finfo(dtype).eps / 2 * expected.abs().max().item()
+        assert found.dtype is dtype
+        assert error <= 1.01 * rounding
+
+
+@torch.inference_mode()
+def test_more_tokens_are_left_to_pytorch() -> None:
+    states, mask = states_of(torch.bfloat16, 33), mask_of(torch.ones(33, 33).bool().tril())
+    own, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+    with computing(True):
+        found, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+    assert torch.equal(found, own)
+
+
+@needs_float16
+def test_half_precision_attends_in_float32_where_it_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in other threads, in autocast, in float32, or where PyTorch's own products are faster."""
+    seen = list[torch.dtype]()
+    heard(monkeypatch, attention, "_attend_in_float32", lambda query, *_: seen.append(query.dtype))
+    use_copies(monkeypatch)
+    target = tiny("llama").bfloat16()
+
+    def attends(of: CausalLM = target) -> bool:
+        seen.clear()
+        with torch.no_grad():
+            passes(of)
+            of.generate(prompt(5), max_new_tokens=3, do_sample=False)
+        return bool(seen)
+
+    assert not attends()
+    with faster(target), ThreadPoolExecutor(1) as pool:
+        assert attends()
+        assert not pool.submit(attends).result()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not attends()
+        assert attention.of_thread.buffers
+    assert not attends()
+    assert not attention.of_thread.buffers, "memory is kept"
+    whole = tiny("llama")
+    with faster(whole):
+        assert not attends(whole)
+    use_copies(monkeypatch, most=0)
+    with faster(target):
+        assert not attends()
+
+
 @pytest.mark.parametrize("mutant", [
-    lambda mask, _: [slice(mask.shape[-1])] * mask.shape[-2],  # later candidates
-    lambda mask, _: [slice(PREFIX + 1 + place) for place in range(mask.shape[-2])],  # siblings
-    lambda mask, _: [slice(PREFIX)] * mask.shape[-2],  # nothing after the prefix
+    lambda mask: [slice(mask.shape[-1])] * mask.shape[-2],  # later candidates
+    lambda mask: [slice(PREFIX + 1 + place) for place in range(mask.shape[-2])],  # siblings
+    lambda mask: [slice(PREFIX)] * mask.shape[-2],  # nothing after the prefix
 ], ids=["all", "as in a chain", "prefix"])  # fmt: skip
-def test_other_keys_would_be_noticed(mutant: Callable[[Tensor, Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_seen_keys", mutant)
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_other_keys_would_be_noticed(
+    mutant: Callable[[Tensor], Any], in_float32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_seen_keys", lambda mask: None if mask is None else mutant(mask))
     with pytest.raises(AssertionError):
-        test_separate_queries_have_the_bits_of_passes_over_one_token(TREE, torch.bfloat16)
+        test_separate_queries_have_the_bits_of_passes_over_one_token(TREE, torch.bfloat16, in_float32)
 
 
 @torch.inference_mode()
@@ -197,8 +288,13 @@ def test_logits_in_bfloat16_have_the_bits_of_plain_generation(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain generation with the copies of weights that the assistant uses."""
-    queries = Counter[int]()
-    heard(monkeypatch, attention, "sdpa_attention_forward", lambda _, query, *a, **b: queries.update([query.shape[2]]))
+    together = list[int]()
+
+    def note(query: Tensor, *_: Any) -> None:
+        if attention.of_thread.seen is not None:  # in a round's pass of the target
+            together.append(query.shape[2])
+
+    heard(monkeypatch, attention, "_attend", note)
     use_copies(monkeypatch)
     target = quiet_later_layers(tiny("llama", hidden_size=128, num_attention_heads=4)).bfloat16()
     arguments = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -206,13 +302,11 @@ def test_logits_in_bfloat16_have_the_bits_of_plain_generation(
     assistant.warm_up()
     with faster(target):
         plain = target.generate(prompt(160), **arguments).logits
-    queries.clear()
     assisted = target.generate(prompt(160), assistant_model=assistant, **arguments).logits
     assert assistant.stats.accepted > 0
     assert assistant.stats.decided["products"].startswith("float16")
     assert torch.equal(torch.stack(plain), torch.stack(assisted))
-    assert 1 in queries
-    assert not any(1 < count < 160 for count in queries), "a round attended at once"
+    assert not together, "a round attended at once"
 
 
 def rows_round_alike() -> bool:
