@@ -1,10 +1,11 @@
-"""Count greedy answers that differ from those of plain `generate()`.
+"""Count greedy answers that differ from those of plain `generate()` with the matrix multiplications of the assistant.
 
     OMP_NUM_THREADS=1 python examples/equal_texts.py --target ID_OR_FOLDER --assistant REPO --data FILE --count 300
 
-Three contestants: chains of four candidates with lookups, token trees of eight, and the same chains with PyTorch's own
-attention over several tokens, which in half precision rounds differently from attention over one token. With --output
-each prompt's result is stored, and a later run goes on after the last one.
+Contestants: chains of four candidates with lookups, token trees of eight, the same chains with attention from all
+tokens of a pass at once, which in half precision rounds differently from attention over one token, and plain
+`generate()` with PyTorch's own multiplications and attention. With --output each prompt's result is stored, and a later
+run goes on after the last one.
 """
 
 import argparse
@@ -21,24 +22,34 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import assist
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.generation import single_target
 from hf_specdecpp.texts.encoding import padded, rendered, tokens_of
 from hf_specdecpp.texts.prompts import read_prompts
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4, "lookup": True}
 TREE: dict[str, Any] = {"tree": "dyspec", "tree_budget": 8}
-TOGETHER = "chains, PyTorch's attention"
+TOGETHER = "chains, attention at once"
 CONTESTANTS = {"chains and lookups": CHAIN, "trees": TREE, TOGETHER: CHAIN}
+PLAIN, OWN = "plain", "plain, PyTorch's own"
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """In the place of `separate_queries`: attention reads all tokens of a pass together."""
+    """Replaces `separate_queries`: attention reads all tokens of a pass at once."""
     yield
 
 
-def compare(target: Any, assistant: str, inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+def attached_to(target: Any, assistant: str) -> dict[str, SpecDecPPAssistant]:
+    """The assistant of each contestant, with the copies of weights that all of them share."""
+    made = {name: assist(target, assistant, default=False, **settings) for name, settings in CONTESTANTS.items()}
+    next(iter(made.values())).warm_up()
+    return made
+
+
+def compare(
+    target: Any, attached: dict[str, SpecDecPPAssistant], inputs: dict[str, Any], tokens: int
+) -> dict[str, Any]:
     """For each contestant, whether its answer is that of plain `generate()`; its tokens a pass and its seconds."""
     separate = single_target.separate_queries
     found: dict[str, Any] = {}
@@ -48,16 +59,18 @@ def compare(target: Any, assistant: str, inputs: dict[str, Any], tokens: int) ->
         ids = target.generate(**inputs, max_new_tokens=tokens, do_sample=False, **given)
         return ids[0].tolist(), time.process_time() - begin
 
-    plain, seconds = answer()
-    found["plain"] = [True, 1.0, seconds]
-    for name, settings in CONTESTANTS.items():
-        attached = assist(target, assistant, default=False, **settings)
+    with next(iter(attached.values())).setup().products(target):
+        plain, seconds = answer()
+    found[PLAIN] = [True, 1.0, seconds]
+    for name, assistant in attached.items():
         single_target.separate_queries = together if name == TOGETHER else separate
         try:
-            ids, seconds = answer(assistant_model=attached)
+            ids, seconds = answer(assistant_model=assistant)
         finally:
             single_target.separate_queries = separate
-        found[name] = [ids == plain, attached.stats.tokens_per_pass, seconds]
+        found[name] = [ids == plain, assistant.stats.tokens_per_pass, seconds]
+    own, seconds = answer()
+    found[OWN] = [own == plain, 1.0, seconds]
     return found
 
 
@@ -91,13 +104,14 @@ def main(words: list[str] | None = None) -> None:
         options.output.read_text(encoding="utf-8").splitlines() if options.output and options.output.exists() else []
     )
     results = [json.loads(line) for line in known]
+    attached = attached_to(target, options.assistant)
     for inputs in prompts[len(results) :]:
-        results.append(compare(target, options.assistant, inputs, options.max_new_tokens))
+        results.append(compare(target, attached, inputs, options.max_new_tokens))
         if options.output:
             with options.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(results[-1]) + "\n")
     table = Table("contestant", "answers", "different", "tokens a pass", "s of the processor")
-    for name in ("plain", *CONTESTANTS):
+    for name in (PLAIN, *CONTESTANTS, OWN):
         equal, passes, seconds = zip(*(each[name] for each in results), strict=True)
         table.add_row(
             name, str(len(equal)), str(equal.count(False)), f"{sum(passes) / len(passes):.2f}", f"{sum(seconds):.0f}"

@@ -1,9 +1,9 @@
 """Choice of the matrix multiplication of each linear layer of target and draft on a CPU (`FasterProducts`).
 
 Large layers use copies of their weights (`models.cpu.products`) for numbers of rows for which copies are faster
-(`ProductTimes`); small layers use PyTorch's own kernel. Attention (`grouped_attention`) over several tokens reads cached
-keys and values directly, whereas transformers copies them for each query head; models in half precision that use copies
-of weights attend in float32."""
+(`ProductTimes`); small layers use PyTorch's own kernel. Attention over several tokens reads cached keys and values
+directly, whereas transformers copies them for each query head; models in half precision whose layers have copies attend
+in float32 (`grouped_attention`)."""
 
 from __future__ import annotations
 

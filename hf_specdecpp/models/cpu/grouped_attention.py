@@ -1,5 +1,5 @@
-"""Attention on a CPU: without copies of keys and values, in half precision computed in float32 (`grouped_attention`) and
-over several tokens with the bits of passes over one token (`separate_queries`)."""
+"""Attention on a CPU: without copies of keys and values, in half precision computed in float32 (`grouped_attention`),
+and over several tokens with the bits of passes over one token (`separate_queries`)."""
 
 from __future__ import annotations
 
