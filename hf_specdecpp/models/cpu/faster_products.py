@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
 from hf_specdecpp.models.cpu.grouped_attention import HALF, grouped_attention, of_thread
-from hf_specdecpp.models.cpu.products import ProductTimes, product_times
+from hf_specdecpp.models.cpu.products import ProductTimes, product_times, rows_round_alike
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
 Forward = Callable[[Tensor], Tensor]
@@ -62,7 +62,7 @@ class FasterProducts:
         layers: for each layer that may have a copy, its forward in this context.
         groups_attention: whether attention is replaced.
         attends_in_float32: whether the replaced attention of half precision computes in float32, in passes over few
-            tokens: if copies of such weights are used, with which passes round differently from plain ones anyway.
+            tokens: if the target has a large layer that cannot compute the bits of plain passes over one token anyway.
     """
 
     def __init__(
@@ -84,8 +84,9 @@ class FasterProducts:
             elif copies is not None and (times := product_times(layer.weight)) is not None:
                 copy = copies.prepared(layer)
                 self.layers[layer] = _copied_forward(layer, copy)
-                self.attends_in_float32 |= layer.weight.dtype in HALF and times.most > 0
                 if layer in own:
+                    if layer.weight.dtype in HALF and not self.attends_in_float32:
+                        self.attends_in_float32 = times.most > 0 or not rows_round_alike(layer.weight)
                     self._of_target.append((layer.weight.numel(), copy, times))
         # Replacing attention would recompile a compiled model each time.
         on_cpu = any(all(device.type == "cpu" for device in devices_of(model)) for model in models)

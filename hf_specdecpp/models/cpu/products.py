@@ -34,6 +34,7 @@ MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave 
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
 ROWS = (1, 4, 16)  # numbers of rows whose multiplications are measured
 SPANS = ((1, 2), (3, 8), (9, 24))  # rows that each measurement applies to; with more, PyTorch's own kernel is used
+SEVERAL = (2, 4, 8)  # rows for which `rows_round_alike` compares products
 ALIKE = 32  # most rows for copies in half precision
 SAMPLE, MOST_SAMPLES = 1 << 21, 20  # elements of weights that are measured, and the most weights
 FEW_ROWS = 64  # of the weight that is multiplied first, and not timed
@@ -185,8 +186,7 @@ class Int8Weight:
         levels = LEVELS if is_vnni_supported() else LEVELS // 2
         rows = x.reshape(-1, x.shape[-1]).float()
         scale, middle = max(rows.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels need unsigned
-        # Conversion to uint8 truncates, so half a level is added.
-        rounded = torch.add(torch.tensor(middle + 0.5), rows, alpha=1.0 / scale).to(torch.uint8)
+        rounded = rows.mul(1.0 / scale).add_(middle + 0.5).to(torch.uint8)  # which truncates
         bias = None if bias is None else bias.float()
         product: Tensor = torch.ops.onednn.qlinear_pointwise(
             rounded, scale, middle, self.packed, self.scales, self.zeros, bias, 1.0, 0, torch.float32, "none", [], ""
@@ -259,6 +259,7 @@ Kind = type[Float16Weight] | type[OneDnnWeight]
 # Times by dtype and kind of copy, and times of the first weight of each dtype.
 _measured: dict[tuple[torch.dtype, Kind], ProductTimes] = {}
 _first: dict[torch.dtype, ProductTimes | None] = {}
+_alike: dict[tuple[torch.dtype, int], bool] = {}  # results of `rows_round_alike`
 
 
 def measured_copy(weight: Tensor) -> MeasuredCopy | None:
@@ -289,6 +290,19 @@ def product_times(weight: Tensor) -> ProductTimes | None:
 def forget_product_times() -> None:
     _measured.clear()
     _first.clear()
+
+
+@torch.inference_mode()
+def rows_round_alike(weight: Tensor) -> bool:
+    """Whether PyTorch's own product of several rows of inputs has the bits of products of one row each, with weights of
+    this dtype and number of inputs. With AMX that is so for up to some 1,500 inputs."""
+    of = weight.dtype, weight.shape[1]
+    if of not in _alike:
+        part, seeded = weight.detach()[: max(SAMPLE // weight.shape[1], 1)], torch.Generator().manual_seed(0)
+        x = torch.randn(SEVERAL[-1], weight.shape[1], generator=seeded).to(weight.dtype)
+        alone = torch.cat([functional.linear(row, part) for row in x.split(1)])
+        _alike[of] = all(torch.equal(functional.linear(x[:rows], part), alone[:rows]) for rows in SEVERAL)
+    return _alike[of]
 
 
 def _samples(weight: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,3 +235,16 @@ def test_for_which_rows(own: Any, copied: Any, least: int, most: int) -> None:
 def test_in_half_precision_for_all_rows_or_none(own: Any, copied: Any, most: int) -> None:
     times = ProductTimes.of(own, copied, is_half=True)
     assert (times.least, times.most) == (1, most)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_rows_round_alike_if_several_have_the_bits_of_one(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        rows = torch.stack([row.float() @ weight.float().T for row in x])
+        return rows if alike or len(x) < 4 else rows * (1 + 2.0**-20)
+
+    monkeypatch.setattr(products, "functional", SimpleNamespace(linear=linear))
+    monkeypatch.setattr(products, "_alike", {})
+    state = torch.get_rng_state()
+    assert products.rows_round_alike(random(40, 300).bfloat16()) is alike
+    assert torch.equal(torch.get_rng_state(), state)
