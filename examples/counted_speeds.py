@@ -28,7 +28,7 @@ from hf_specdecpp.throughput.known_costs import forget_costs
 VERIFY, FURTHER = [1, 1.09, 1.09, 1.09, 1.1, 1.1, 1.1, 1.11, 1.12, 1.13, 1.14, 1.15, 1.16, 1.17, 1.18, 1.19], 0.015
 STEP, BRANCH, READ = 0.08, 0.004, 0.001
 PLAIN_SECONDS = 0.06
-PRODUCTS = (1e-10, 1.01e-10, 1.06e-10)  # seconds per weight of products of 1, 4 and 16 rows, known beforehand
+PRODUCTS = (1e-10, 1.01e-10, 1.06e-10, 1.25e-10)  # seconds per weight of products of 1 to 64 rows, known beforehand
 SETTINGS: dict[str, dict[str, Any]] = {
     "throughput (default)": {},
     **{f"fixed {count}": {"rule": "fixed", "num_tokens": count} for count in (1, 2, 3, 4, 6, 8)},

@@ -32,10 +32,11 @@ AT_ONCE = 1 << 24  # elements packed by one call; a process that ends waits for 
 LARGEST = 15  # a float16 weight is scaled so that its largest element lies between 2^14 and 2^15
 MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave the range of float32
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
-ROWS = (1, 4, 16)  # numbers of rows whose multiplications are measured
-SPANS = ((1, 2), (3, 8), (9, 24))  # rows that each measurement applies to; with more, PyTorch's own kernel is used
+ROWS = (1, 4, 16, 64)  # numbers of rows whose multiplications are measured
+ALL = 1 << 62  # rows
+SPANS = ((1, 2), (3, 8), (9, 24), (25, ALL))  # rows that each measurement applies to, in float32
 SEVERAL = (2, 4, 8)  # rows for which `rows_round_alike` compares products
-ALIKE = 32  # most rows for copies in half precision
+FEW, ALIKE = 3, 32  # in half precision: number of measurements that decide, and most rows for copies
 SAMPLE, MOST_SAMPLES = 1 << 21, 20  # elements of weights that are measured, and the most weights
 FEW_ROWS = 64  # of the weight that is multiplied first, and not timed
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
@@ -201,7 +202,7 @@ def has_int8() -> bool:
 
 @dataclass(frozen=True)
 class ProductTimes:
-    """Processor seconds of a multiplication per element of the weight, with inputs of 1, 4 and 16 rows (tokens)."""
+    """Processor seconds of a multiplication per element of the weight, with inputs of 1, 4, 16 and 64 rows (tokens)."""
 
     own: tuple[float, ...]  # with PyTorch's own kernel
     copied: tuple[float, ...]  # with a copy of the weight
@@ -212,16 +213,19 @@ class ProductTimes:
     def of(cls, own: tuple[float, ...], copied: tuple[float, ...], is_half: bool = False) -> ProductTimes:
         """Choose, by the measured times `own` and `copied`, the numbers of rows for which the copy is used.
 
-        In half precision (`is_half`) these are 1 to 32 rows if the own times together are at least 1.05 times the
-        copied, otherwise none: with two kernels, passes over one token and over several would round differently.
+        In half precision (`is_half`) these are 1 to 32 rows if the own times of 1, 4 and 16 rows together are at least
+        1.05 times the copied, otherwise none: with two kernels, passes over one token and over several would round
+        differently.
 
-        Example: PyTorch's own kernel takes 2.3, 2.4 and 3.9 ms for 1, 4 and 16 rows, and the copy's 0.9, 1.4 and 4.9.
-        The copy is faster for 1 and 4 rows, and for 16 at most 1.3 times as slow, so it is used for 1 to 24 rows."""
+        Example: PyTorch's own kernel takes 2.3, 2.4, 3.9 and 12 ms for 1, 4, 16 and 64 rows, and the copy's 0.9, 1.4,
+        4.9 and 15. The copy is faster for 1 and 4 rows, and for 16 at most 1.3 times as slow, so it is used for 1 to 24
+        rows. For more rows, those of prompts, it would have to be 1.05 times as fast."""
         if is_half:
-            return cls(own, copied, 1, ALIKE if LEAST_GAIN * sum(copied) <= sum(own) else 0)
+            return cls(own, copied, 1, ALIKE if LEAST_GAIN * sum(copied[:FEW]) <= sum(own[:FEW]) else 0)
         least, most = 1, 0
         for (first, last), mine, other in zip(SPANS, own, copied, strict=True):
-            if other * (CLEAR_GAIN if first == 1 else LEAST_GAIN) <= mine or (most and other <= MOST_LOSS * mine):
+            gains = other * (CLEAR_GAIN if first == 1 else LEAST_GAIN) <= mine
+            if gains or (most and last < ALL and other <= MOST_LOSS * mine):
                 least, most = least if most else first, last
             elif most:
                 break
@@ -239,8 +243,8 @@ class ProductTimes:
     def among_many(self) -> float:
         """Time per row of a multiplication with many rows, such as a prompt's, divided by the time of one row alone.
 
-        Example: PyTorch's own kernel takes 4 ms for 16 rows, and a copy 1 ms for one row: 4 / 16 / 1 = 0.25."""
-        return self.own[-1] / ROWS[-1] / self.seconds(1, with_copy=True)
+        Example: PyTorch's own kernel takes 16 ms for 64 rows, and a copy 1 ms for one row: 16 / 64 / 1 = 0.25."""
+        return self.seconds(ROWS[-1], with_copy=True) / ROWS[-1] / self.seconds(1, with_copy=True)
 
 
 class MeasuredCopy(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.models.cpu import products
-from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, ProductTimes, has_float16, kind_of_copy
+from hf_specdecpp.models.cpu.products import ALL, Float16Weight, OneDnnWeight, ProductTimes, has_float16, kind_of_copy
 
 ERROR = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, of a whole result
 
@@ -214,13 +214,15 @@ def test_onednns_product() -> None:
 
 
 @pytest.mark.parametrize(("own", "copied", "least", "most"), [
-    ((2.3, 2.4, 3.9), (0.9, 1.4, 4.9), 1, 24),  # of the docstring
-    ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), 1, 0),
-    ((1.0, 1.0, 1.0), (1.3, 0.5, 0.5), 3, 24),
-    ((1.0, 1.0, 1.0), (1.3, 1.3, 0.5), 9, 24),
-    ((1.0, 1.0, 1.0), (0.5, 0.5, 1.4), 1, 8),
-    ((1.0, 1.0, 1.0), (0.5, 1.4, 0.5), 1, 2),
-    ((1.0, 1.0, 1.0), (0.96, 0.96, 0.96), 1, 0),
+    ((2.3, 2.4, 3.9, 12.0), (0.9, 1.4, 4.9, 15.0), 1, 24),  # of the docstring
+    ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0), 1, 0),
+    ((1.0, 1.0, 1.0, 1.0), (1.3, 0.5, 0.5, 1.0), 3, 24),
+    ((1.0, 1.0, 1.0, 1.0), (1.3, 1.3, 0.5, 1.0), 9, 24),
+    ((1.0, 1.0, 1.0, 1.0), (0.5, 0.5, 1.4, 0.5), 1, 8),
+    ((1.0, 1.0, 1.0, 1.0), (0.5, 1.4, 0.5, 0.5), 1, 2),
+    ((1.0, 1.0, 1.0, 1.0), (0.96, 0.96, 0.96, 0.96), 1, 0),
+    ((3.0, 5.8, 8.3, 21.0), (0.9, 1.4, 2.9, 9.7), 1, ALL),  # an EPYC: faster for prompts, too
+    ((1.0, 1.0, 1.0, 1.0), (1.3, 1.3, 1.4, 0.5), 25, ALL),
 ])  # fmt: skip
 def test_for_which_rows(own: Any, copied: Any, least: int, most: int) -> None:
     times = ProductTimes.of(own, copied)
@@ -228,9 +230,9 @@ def test_for_which_rows(own: Any, copied: Any, least: int, most: int) -> None:
 
 
 @pytest.mark.parametrize(("own", "copied", "most"), [
-    ((4.6, 10.0, 26.7), (3.5, 4.2, 9.0), 32),
-    ((6.7, 5.6, 5.9), (6.0, 6.0, 9.9), 0),  # AMX: faster for one row only
-    ((4.9, 6.8, 10.2), (5.4, 5.7, 9.0), 32),  # slower for one row only
+    ((4.6, 10.0, 26.7, 90.0), (3.5, 4.2, 9.0, 30.0), 32),
+    ((6.7, 5.6, 5.9, 10.0), (6.0, 6.0, 9.9, 30.0), 0),  # AMX: faster for one row only
+    ((4.9, 6.8, 10.2, 20.0), (5.4, 5.7, 9.0, 40.0), 32),  # slower for one row only
 ])  # fmt: skip
 def test_in_half_precision_for_all_rows_or_none(own: Any, copied: Any, most: int) -> None:
     times = ProductTimes.of(own, copied, is_half=True)

@@ -17,7 +17,7 @@ needs_float16 = pytest.mark.skipif(not has_float16(), reason="this PyTorch has n
 def use_copies(patch: pytest.MonkeyPatch, least: int = 1, most: int = 24, copied: float = 1e-9) -> None:
     """From now on layers of every size use copies of their weights for `least` to `most` rows. An element's share of a
     product takes 2e-9 seconds with PyTorch's own, and so many with a copy."""
-    made_up = ProductTimes((2e-9,) * 3, (copied,) * 3, least, most)
+    made_up = ProductTimes((2e-9,) * 4, (copied,) * 4, least, most)
     patch.setattr(faster_products, "LEAST_ELEMENTS", 1)
     patch.setattr(products, "_measured", {})
     patch.setattr(products, "_first", {})

@@ -28,7 +28,7 @@ PACKAGE = str(Path(hf_specdecpp.__file__).parent)
 # Between the two likeliest tokens of plain generation. Passes over one and over several tokens round differently.
 NEAR_TIE = {"float64": 1e-4, "float32": 1e-2}
 TOLERANCE = {"float64": 1e-5, "float32": 2e-2}  # of side outputs
-ALWAYS = ProductTimes((2e-9,) * 3, (1e-9,) * 3, least=1, most=24)  # copies of weights are the faster ones
+ALWAYS = ProductTimes((2e-9,) * 4, (1e-9,) * 4, least=1, most=24)  # copies of weights are the faster ones
 # Frames of a round: an exception from there comes too late to be a refusal.
 ROUND = {"round", "propose"}
 
