@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.generation import single_target
+from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.texts.encoding import padded, rendered, tokens_of
 from hf_specdecpp.texts.prompts import read_prompts
 
@@ -43,7 +44,8 @@ def together() -> Iterator[None]:
 def attached_to(target: Any, assistant: str) -> dict[str, SpecDecPPAssistant]:
     """The assistant of each contestant, with the copies of weights that all of them share."""
     made = {name: assist(target, assistant, default=False, **settings) for name, settings in CONTESTANTS.items()}
-    next(iter(made.values())).warm_up()
+    next(iter(made.values())).setup().products(target)
+    background.wait()
     return made
 
 

@@ -3,7 +3,7 @@ and over several tokens with the bits of passes over one token (`separate_querie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import local
@@ -93,42 +93,46 @@ def grouped_attention(
         and not kwargs.get("dropout")
         and (not (given := UNUSUAL & kwargs.keys()) or all(kwargs[name] is None for name in given))
     ):
+        attend = partial(
+            functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        seen = None if of_thread.seen is None or attention_mask is None else _seen_keys(attention_mask, of_thread.seen)
+        output = None
         if in_float32:
-            output = _attend_in_float32(query, key, value, attention_mask, scaling).to(dtype)
+            output = _attend_in_float32(attend, query, key, value, attention_mask, seen).to(dtype)
+        elif seen is not None:
+            output = torch.cat(_attend_apart(attend, query.split(1, dim=2), key, value, seen), dim=2)
+        elif query.shape[1] != key.shape[1]:
+            output = attend(query, key, value, attn_mask=attention_mask)
+        if output is not None:
             return output.transpose(1, 2).contiguous(), None
-        seen = _seen_keys(attention_mask)
-        if seen is not None or query.shape[1] != key.shape[1]:
-            return _attend(query, key, value, attention_mask, scaling, seen).transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, seen: SeenKeys
+def _attend_apart(
+    attend: Callable[..., Tensor], queries: Iterable[Tensor], key: Tensor, value: Tensor, seen: Iterable[slice | Tensor]
+) -> list[Tensor]:
+    """Attention from one query at a time, each to the keys that it sees."""
+    return [attend(query, key[:, :, keys], value[:, :, keys]) for query, keys in zip(queries, seen, strict=True)]
+
+
+def _attend_in_float32(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seen: SeenKeys
 ) -> Tensor:
-    """Attention `[batch, heads, tokens, width]`, from one query at a time if `seen` has the keys of each query."""
-    attend = partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
-    if seen is None:
-        return attend(query, key, value, attn_mask=mask)
-    queries = zip(query.split(1, dim=2), seen, strict=True)
-    return torch.cat([attend(one, key[:, :, keys], value[:, :, keys]) for one, keys in queries], dim=2)
-
-
-def _attend_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention of half-precision states, in float32. Heads of one query that share a head of keys attend as several
     queries of one head, so that the kernel reads the keys once for all of them.
 
     PyTorch's kernels for one query in half precision take 3 to 13 times as long, in every pass over one token."""
-    seen, is_alike = _seen_keys(mask), mask is None or mask.shape[1] == 1  # for all heads
     query, key, value = query.float(), _in_float32("key", key), _in_float32("value", value)
-    mask = mask.float() if mask is not None and mask.dtype is not torch.bool else mask
-    if not is_alike or (seen is None and query.shape[2] > 1):
-        return _attend(query, key, value, mask, scaling, seen)
-    attend = partial(functional.scaled_dot_product_attention, scale=scaling)
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.float()
+    if seen is None and (query.shape[2] > 1 or (mask is not None and mask.shape[1] > 1)):  # or a mask for each head
+        return attend(query, key, value, attn_mask=mask)
     queries = query.unflatten(1, (key.shape[1], -1)).unbind(3)
     if seen is None:
         outputs = [attend(queries[0], key, value, attn_mask=mask)]
     else:
-        outputs = [attend(one, key[:, :, keys], value[:, :, keys]) for one, keys in zip(queries, seen, strict=True)]
+        outputs = _attend_apart(attend, queries, key, value, seen)
     return torch.stack(outputs, dim=3).flatten(1, 2)
 
 
@@ -142,18 +146,15 @@ def _in_float32(name: str, states: Tensor) -> Tensor:
     return buffer[: states.numel()].view(states.shape).copy_(states)
 
 
-def _seen_keys(mask: Tensor | None) -> SeenKeys:
+def _seen_keys(mask: Any, known: dict[Tensor, SeenKeys]) -> SeenKeys:
     """For each query of a boolean mask `[1, 1, tokens, cached tokens]` the keys that it sees, a slice or in a tree
-    indices. `None` outside of `separate_queries`, for other masks, or if a window hides a query's first key.
+    indices; `None` for other masks, or if a window hides a query's first key. Later layers find the result in `known`.
 
     Example: after a prefix of 2 tokens the root, its child and the child's sibling see `[:3]`, `[:4]` and
     `[0, 1, 2, 4]`."""
-    known = of_thread.seen
-    if known is None or mask is None:
-        return None
-    if mask not in known:  # later layers find the result of the first
+    if mask not in known:
         known[mask] = None
-        if mask.dtype is torch.bool and len(mask) == 1 and bool(mask[..., 0].all()):
+        if mask.dtype is torch.bool and mask.shape[:2] == (1, 1) and bool(mask[..., 0].all()):
             rows = [row.nonzero()[:, 0] for row in mask[0, 0]]
             known[mask] = [slice(len(row)) if int(row[-1]) < len(row) else row for row in rows]
     return known[mask]

@@ -226,7 +226,7 @@ def test_more_tokens_are_left_to_pytorch() -> None:
 def test_half_precision_attends_in_float32_where_it_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in other threads, autocast or float32, or where PyTorch's own products compute the bits of plain passes."""
     seen = list[torch.dtype]()
-    heard(monkeypatch, attention, "_attend_in_float32", lambda query, *_: seen.append(query.dtype))
+    heard(monkeypatch, attention, "_attend_in_float32", lambda _, query, *others: seen.append(query.dtype))
     use_copies(monkeypatch)
     target = tiny("llama").bfloat16()
 
@@ -257,15 +257,15 @@ def test_half_precision_attends_in_float32_where_it_has_copies(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("mutant", [
-    lambda mask: [slice(mask.shape[-1])] * mask.shape[-2],  # later candidates
-    lambda mask: [slice(PREFIX + 1 + place) for place in range(mask.shape[-2])],  # siblings
-    lambda mask: [slice(PREFIX)] * mask.shape[-2],  # nothing after the prefix
+    lambda mask, _: [slice(mask.shape[-1])] * mask.shape[-2],  # later candidates
+    lambda mask, _: [slice(PREFIX + 1 + place) for place in range(mask.shape[-2])],  # siblings
+    lambda mask, _: [slice(PREFIX)] * mask.shape[-2],  # nothing after the prefix
 ], ids=["all", "as in a chain", "prefix"])  # fmt: skip
 @pytest.mark.parametrize("in_float32", [False, True])
 def test_other_keys_would_be_noticed(
-    mutant: Callable[[Tensor], Any], in_float32: bool, monkeypatch: pytest.MonkeyPatch
+    mutant: Callable[[Tensor, Any], Any], in_float32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_seen_keys", lambda mask: None if mask is None else mutant(mask))
+    monkeypatch.setattr(attention, "_seen_keys", mutant)
     with pytest.raises(AssertionError):
         test_separate_queries_have_the_bits_of_passes_over_one_token(TREE, torch.bfloat16, in_float32)
 
@@ -294,11 +294,11 @@ def test_logits_in_bfloat16_have_the_bits_of_plain_generation(
     """Plain generation with the copies of weights that the assistant uses."""
     together = list[int]()
 
-    def note(query: Tensor, *_: Any) -> None:
-        if attention.of_thread.seen is not None:  # in a round's pass of the target
+    def note(_: Any, query: Tensor, *others: Any) -> None:
+        if attention.of_thread.seen is not None and others[-1] is None and query.shape[2] > 1:  # in a round's pass
             together.append(query.shape[2])
 
-    heard(monkeypatch, attention, "_attend", note)
+    heard(monkeypatch, attention, "_attend_in_float32", note)
     use_copies(monkeypatch)
     target = quiet_later_layers(tiny("llama", hidden_size=128, num_attention_heads=4)).bfloat16()
     arguments = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
