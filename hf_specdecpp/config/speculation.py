@@ -63,8 +63,8 @@ class SpeculationConfig:
         cpu_products: matrix multiplications of large layers of the target and its draft on a CPU. `"auto"`: with exact
             float16 copies of the weights, or oneDNN's packed copies of float32 weights that float16 cannot hold, if
             they are at least 1.05 times as fast here and take at most a quarter of the free memory; with int8 copies
-            of a draft that is a separate model. The first two round differently. `"off"`: PyTorch's own kernels,
-            without copies.
+            of a draft that is a separate model. The first two round differently, and with them half precision attends
+            in float32. `"off"`: PyTorch's own kernels, without copies.
         graphs: on CUDA. `"auto"`: capture rounds, or the target's passes, as CUDA graphs where possible
             (`stats.uncaptured` names the reason if not); `"off"`: no graphs.
         compile: compile small parts of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less
