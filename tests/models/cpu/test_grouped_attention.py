@@ -201,12 +201,12 @@ def test_attention_in_float32_rounds_once(mask: Tensor | None, dtype: torch.dtyp
     tokens = 1 if mask is None else mask.shape[2]
     for scale, inference in ((1.0, True), (0.5, False), (1.0, True)):
         states = {name: scale * each for name, each in states_of(dtype, tokens).items()}
-        exact = {name: each.double() for name, each in states.items()}
+        query, key, value = (each.double() for each in states.values())
         bias = mask if mask is None or mask.dtype is torch.bool else mask.to(dtype)
         with torch.inference_mode(inference), torch.no_grad(), computing(True):
             found, _ = grouped_attention(InPairs(), **states, attention_mask=bias, scaling=0.125)
         bias = bias if bias is None or bias.dtype is torch.bool else bias.double()
-        expected = functional.scaled_dot_product_attention(**exact, attn_mask=bias, scale=0.125, enable_gqa=True)
+        expected = functional.scaled_dot_product_attention(query, key, value, bias, scale=0.125, enable_gqa=True)
         error = (found.double() - expected.transpose(1, 2)).abs().max().item()
         rounding = torch.finfo(dtype).eps / 2 * expected.abs().max().item()
         assert found.dtype is dtype

@@ -141,7 +141,7 @@ def test_a_weight_that_does_not_fit_is_left_to_onednn(name: str) -> None:
 def test_a_forgotten_scale_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = FITTING["bfloat16"], random(3, 70, seed=1)
     assert error_of(Float16Weight.of(weight), x, weight, None) < ERROR[torch.float32]
-    forgotten = Float16Weight(Float16Weight.of(weight).parts, 1.0)
+    forgotten = Float16Weight(Float16Weight.of(weight).parts, torch.ones(1))
     assert error_of(forgotten, x, weight, None) > 1.0
     monkeypatch.setattr(products, "_scale_of", lambda _: 1.0)
     small = FITTING["small"]
