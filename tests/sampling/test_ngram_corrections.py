@@ -127,6 +127,7 @@ def test_how_far_it_is_trusted_follows_what_came_true() -> None:
     assert came_true[1, 5] < 0.4, "after 9 the one that came last never came next"
 
 
+@pytest.mark.takes(3)
 def test_its_memory_is_what_is_documented() -> None:
     """At most, because further contexts take the place of others."""
     table, count = NgramCorrections(150_000), MOST_CONTEXTS + 1000
