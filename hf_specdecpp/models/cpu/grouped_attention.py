@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that are left to transformers
 HALF = (torch.bfloat16, torch.float16)
-MOST_TOKENS = 32  # of a pass that attends in float32; PyTorch's kernels are fast for more, as in prompts
+MOST_TOKENS = 32  # of a pass that attends in float32, or from one query at a time; PyTorch's kernels suit more
 SeenKeys = list[slice | Tensor] | None
 
 
@@ -46,7 +46,8 @@ def separate_queries() -> Iterator[None]:
     token do.
 
     With several queries PyTorch's kernels sum in another order. In half precision results are then rounded differently,
-    so that of two nearly tied tokens the other one may be chosen. Not used if the mask also hides tokens of the prompt.
+    so that of two nearly tied tokens the other one may be chosen. Not used if the mask also hides tokens of the prompt,
+    and without effect for more than 32 tokens, whose linear layers round differently, too.
     """
     of_thread.seen = {}
     try:
@@ -96,7 +97,9 @@ def grouped_attention(
         attend = partial(
             functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
-        seen = None if of_thread.seen is None or attention_mask is None else _seen_keys(attention_mask, of_thread.seen)
+        seen = None
+        if of_thread.seen is not None and attention_mask is not None and tokens <= MOST_TOKENS:
+            seen = _seen_keys(attention_mask, of_thread.seen)
         output = None
         if in_float32:
             output = _attend_in_float32(attend, query, key, value, attention_mask, seen).to(dtype)

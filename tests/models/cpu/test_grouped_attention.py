@@ -217,7 +217,7 @@ def test_attention_in_float32_rounds_once(mask: Tensor | None, dtype: torch.dtyp
 def test_more_tokens_are_left_to_pytorch() -> None:
     states, mask = states_of(torch.bfloat16, 33), mask_of(torch.ones(33, 33).bool().tril())
     own, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
-    with computing(True):
+    with computing(True), separate_queries():
         found, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
     assert torch.equal(found, own)
 
