@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_specdecpp.models.cpu.products import ALIKE
+
 UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that are left to transformers
 HALF = (torch.bfloat16, torch.float16)
-MOST_TOKENS = 32  # of a pass that attends in float32, or from one query at a time; PyTorch's kernels suit more
 SeenKeys = list[slice | Tensor] | None
 
 
@@ -83,9 +84,7 @@ def grouped_attention(
         `[batch, tokens, heads, width]`, and `None` for the attention weights.
     """
     tokens, dtype = query.shape[2], query.dtype
-    in_float32 = (
-        of_thread.in_float32[-1] and dtype in HALF and tokens <= MOST_TOKENS and not torch.is_autocast_enabled("cpu")
-    )
+    in_float32 = of_thread.in_float32[-1] and dtype in HALF and tokens <= ALIKE and not torch.is_autocast_enabled("cpu")
     if (  # cheap tests first: every layer runs this in every pass
         (in_float32 if tokens == 1 else attention_mask is not None)
         and not torch.is_grad_enabled()
@@ -98,7 +97,7 @@ def grouped_attention(
             functional.scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
         seen = None
-        if of_thread.seen is not None and attention_mask is not None and tokens <= MOST_TOKENS:
+        if of_thread.seen is not None and attention_mask is not None and tokens <= ALIKE:
             seen = _seen_keys(attention_mask, of_thread.seen)
         output = None
         if in_float32:

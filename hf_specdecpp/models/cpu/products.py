@@ -36,7 +36,7 @@ ROWS = (1, 4, 16, 64)  # numbers of rows whose multiplications are measured
 ALL = 1 << 62  # rows
 SPANS = ((1, 2), (3, 8), (9, 24), (25, ALL))  # rows that each measurement applies to, in float32
 SEVERAL = (2, 4, 8)  # rows for which `rows_round_alike` compares products
-FEW, ALIKE = 3, 32  # in half precision: number of measurements that decide, and most rows for copies
+FEW, ALIKE = 3, 32  # in half precision: measurements that decide, and most tokens of a pass with equal bits
 SAMPLE, MOST_SAMPLES = 1 << 21, 20  # elements of weights that are measured, and the most weights
 FEW_ROWS = 64  # of the weight that is multiplied first, and not timed
 COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
@@ -284,7 +284,7 @@ def product_times(weight: Tensor) -> ProductTimes | None:
     """Times of multiplications with weights of this dtype, measured once, with a part of the first such weight, in at
     most 0.3 s of processor time; `None` if weights of this dtype have no copies."""
     if weight.dtype not in _first:
-        rows = weight.detach()[: max(SAMPLE // weight.shape[1], 1)]
+        rows = _first_rows(weight)
         if (kind := kind_of_copy(rows)) is None:  # such as a weight with NaN, which is no example of others
             kind, rows = kind_of_copy(torch.ones_like(rows)), torch.ones_like(rows)
         _first[weight.dtype] = None if kind is None else _times_of(kind, rows)
@@ -302,21 +302,24 @@ def rows_round_alike(weight: Tensor) -> bool:
     this dtype and number of inputs. With AMX that is so for up to some 1,500 inputs."""
     of = weight.dtype, weight.shape[1]
     if of not in _alike:
-        part, seeded = weight.detach()[: max(SAMPLE // weight.shape[1], 1)], torch.Generator().manual_seed(0)
+        part, seeded = _first_rows(weight), torch.Generator().manual_seed(0)
         x = torch.randn(SEVERAL[-1], weight.shape[1], generator=seeded).to(weight.dtype)
         alone = torch.cat([functional.linear(row, part) for row in x.split(1)])
         _alike[of] = all(torch.equal(functional.linear(x[:rows], part), alone[:rows]) for rows in SEVERAL)
     return _alike[of]
 
 
+def _first_rows(weight: Tensor) -> Tensor:
+    """The first rows of a weight, about two million elements (`SAMPLE`), or all rows of a smaller weight."""
+    return weight.detach()[: max(SAMPLE // weight.shape[1], 1)]
+
+
 def _samples(weight: Tensor) -> list[Tensor]:
     """The first 64 rows of a weight (`FEW_ROWS`), which are not timed, and about two million elements (`SAMPLE`) that
     are: the weight's first rows, or up to 20 copies of a smaller weight, as calls take a part of the time."""
-    weight = weight.detach()
-    rows = max(SAMPLE // weight.shape[1], 1)
-    times = min(-(-rows // len(weight)), MOST_SAMPLES)
-    timed = list(weight.repeat(times, 1).split(len(weight))) if times > 1 else [weight[:rows]]
-    return [weight[:FEW_ROWS], *timed]
+    rows = _first_rows(weight)
+    times = min(-(-max(SAMPLE // weight.shape[1], 1) // len(rows)), MOST_SAMPLES)
+    return [rows[:FEW_ROWS], *rows.repeat(times, 1).split(len(rows))] if times > 1 else [rows[:FEW_ROWS], rows]
 
 
 def _times_of(kind: Kind, weight: Tensor) -> ProductTimes:

@@ -292,11 +292,11 @@ def test_logits_in_bfloat16_have_the_bits_of_plain_generation(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain generation with the copies of weights that the assistant uses."""
-    together = list[int]()
+    apart, together = list[int](), list[int]()
 
     def note(_: Any, query: Tensor, *others: Any) -> None:
-        if attention.of_thread.seen is not None and others[-1] is None and query.shape[2] > 1:  # in a round's pass
-            together.append(query.shape[2])
+        if attention.of_thread.seen is not None:  # in a round's pass
+            (together if others[-1] is None and query.shape[2] > 1 else apart).append(query.shape[2])
 
     heard(monkeypatch, attention, "_attend_in_float32", note)
     use_copies(monkeypatch)
@@ -310,6 +310,7 @@ def test_logits_in_bfloat16_have_the_bits_of_plain_generation(
     assert assistant.stats.accepted > 0
     assert assistant.stats.decided["products"].startswith("float16")
     assert torch.equal(torch.stack(plain), torch.stack(assisted))
+    assert max(apart) > 1
     assert not together, "a round attended at once"
 
 
