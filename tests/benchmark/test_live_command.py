@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import all_contestants, choose
+from hf_specdecpp.benchmark.report import markdown
 from hf_specdecpp.cli import app
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
@@ -95,6 +96,14 @@ def test_the_report(ran: tuple[Path, Any]) -> None:
     assert re.search(
         r"- \d+ greedy answers were compared with plain generate\(\); 0 of hf_specdecpp differ. 0 of \d+ differ", report
     )
+
+
+@pytest.mark.parametrize("kernels", ["float16", "float16 (2 of 4 layers), own (2 of 4 layers)"])
+def test_the_report_says_that_layers_have_no_copy(kernels: str, ran: tuple[Path, Any]) -> None:
+    results = json.loads((ran[0] / "results.json").read_text())
+    assert results["settings"]["kernels"] == "own", "the target has no large layers"
+    results["settings"] |= {"products": "copies", "kernels": kernels}
+    assert (f"Some layers have no copy: {kernels}. " in markdown(results)) is ("own" in kernels)
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,11 +94,11 @@ class FasterProducts:
 
     @property
     def described(self) -> str:
-        """The kernels of the target's large layers at present: "own", or such as "float16 (200 of 210 layers)"."""
-        made = Counter(found.copy.name for _, copy, _ in self._of_target if (found := copy.made) is not None)
-        count = len(self._of_target)
-        names = [name if number == count else f"{name} ({number} of {count} layers)" for name, number in made.items()]
-        return ", ".join(names) or "own"
+        """The kernels of the target's large layers at present: "float16", "own" (PyTorch's), or such as "float16 (200 of
+        210 layers), own (10 of 210 layers)"."""
+        names = Counter("own" if (made := copy.made) is None else made.copy.name for _, copy, _ in self._of_target)
+        several = [f"{name} ({number} of {names.total()} layers)" for name, number in names.most_common()]
+        return ", ".join(several if len(names) > 1 else names) or "own"
 
     def seconds(self, rows: int, own: bool = False) -> float | None:
         """Processor seconds that the target's large layers take in a pass over `rows` tokens, from measured times;

@@ -330,7 +330,7 @@ def test_copies_take_a_quarter_of_the_free_memory_at_most(monkeypatch: pytest.Mo
         background.wait()
         assert kept.bytes == sizes[3] + sizes[1]
         assert products_of(target) == {"float16": 2, "own": 2}
-    assert products.described == "float16 (2 of 4 layers)"
+    assert products.described == "float16 (2 of 4 layers), own (2 of 4 layers)"
     monkeypatch.setattr(weight_copies, "free_memory", lambda: 0.0)
     with faster(target):
         assert products_of(target) == {"float16": 2, "own": 2}, "those that are shared"
