@@ -68,7 +68,8 @@ class Float16Weight:
         scale = _scale_of(weight) or 1.0
         pack = torch.ops.quantized.linear_prepack_fp16
         parts = tuple(pack(rows.float() * scale, None) for rows in _blocks(weight.detach()))
-        return cls(parts, torch.tensor([1.0 / scale], device=weight.device))
+        # Not of the default dtype, which `from_pretrained` changes for all threads while it loads another model.
+        return cls(parts, torch.tensor([1.0 / scale], dtype=torch.float32, device=weight.device))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`[..., out]`: inputs `x` `[..., in]` times the weight, plus `bias`, in the dtype of `x`. Sums in float32."""

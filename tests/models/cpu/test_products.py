@@ -167,6 +167,21 @@ def asked() -> bool:
 
 
 @needs_float16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_copy_does_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
+    """`from_pretrained` changes it for all threads, also for the one that makes copies in the background."""
+    weight, x = with_rows().to(dtype), random(4, 70).to(dtype)
+    expected, before = Float16Weight.of(weight).multiply(x, None), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        copy = Float16Weight.of(weight)
+        assert torch.equal(copy.multiply(x, None), expected)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(copy.multiply(x, None), expected)
+
+
+@needs_float16
 def test_without_fbgemm_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any) -> Any:
         raise AttributeError("'_OpNamespace' 'quantized' object has no attribute 'linear_prepack_fp16'")
