@@ -94,8 +94,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         lines.append("hf_specdecpp keeps copies of the weights of large layers, in float16 where that is exact.")
         if "own (" in settings["kernels"]:
             lines.append(
-                f"Some layers have no copy: {settings['kernels']}. Copies take at most a quarter of the free memory, and "
-                "are made only of weights that the copy represents exactly."
+                f"Some layers have no copy: {settings['kernels']}. Copies take at most a quarter of the free memory, "
+                "and are made only of weights that they represent exactly."
             )
     if "int8" in settings["products"]:
         lines.append(f"hf_specdecpp drafts in int8, transformers with the same draft in {settings['dtype']}.")

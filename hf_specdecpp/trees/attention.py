@@ -113,8 +113,8 @@ def tree_error(model: CausalLM) -> float:
     one, relative to how much logits differ between nodes. Makes three passes, over 10, 2 and 5 tokens."""
     device = causal_lm.input_device(model)
     with causal_lm.trying(model) as read:
-        tokens = (11 + 7 * torch.arange(TEST_PREFIX + len(TEST_PARENTS), device=device)) % causal_lm.num_embeddings(model)
-        text, nodes = tokens[:TEST_PREFIX], tokens[TEST_PREFIX:]
+        places = torch.arange(TEST_PREFIX + len(TEST_PARENTS), device=device)
+        text, nodes = ((11 + 7 * places) % causal_lm.num_embeddings(model)).tensor_split([TEST_PREFIX])
         paths = torch.stack([torch.cat((text, nodes[path])) for path in TEST_PATHS])
         one_by_one = read(paths, use_cache=False).logits[:, len(text) :].to(widest(device))
         expected = one_by_one.new_empty((len(nodes), one_by_one.shape[-1]))

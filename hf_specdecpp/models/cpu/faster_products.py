@@ -49,7 +49,7 @@ class FasterProducts:
     A large linear layer uses the copy of its weight (`models.cpu.products`) as soon as the copy exists, even within a
     generation, but PyTorch's own kernel in autocast, with gradients, for inputs of another dtype and in other threads.
     Hooks run as usual. Layers with compiled, parametrised, quantised or replaced forwards or weights are not changed.
-    Attention is replaced by `grouped_attention` in every dtype, unless a model is compiled.
+    Attention of these models is that of `grouped_attention` in every dtype, unless a model is compiled.
 
     Args:
         target: the target; `seconds` and `described` are about its layers.
@@ -59,6 +59,7 @@ class FasterProducts:
             made here. `None`: the draft's layers use exact copies, too.
 
     Attributes:
+        modules: all modules of target and draft.
         layers: for each layer that may have a copy, its forward in this context.
         groups_attention: whether attention is replaced.
         attends_in_float32: whether the replaced attention of half precision computes in float32, in passes over few
@@ -76,8 +77,10 @@ class FasterProducts:
         self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy, times of each layer
         self.attends_in_float32 = False
         self._seconds: dict[tuple[int, bool, int], float] = {}  # results of `seconds`, by number of all copies, too
-        models = [*draft] if target is None else [target, *draft]
+        drafts = [*draft]
+        models = drafts if target is None else [target, *drafts]
         own = set() if target is None else set(modules_of(target))
+        self.modules = own.union(*map(modules_of, drafts))
         for layer in filter(can_be_copied, large_layers(models)):
             if int8 is not None and layer not in own:
                 self.layers[layer] = _copied_forward(layer, int8.current(layer))
@@ -94,8 +97,8 @@ class FasterProducts:
 
     @property
     def described(self) -> str:
-        """The kernels of the target's large layers at present: "float16", "own" (PyTorch's), or such as "float16 (200 of
-        210 layers), own (10 of 210 layers)"."""
+        """The kernels of the target's large layers at present: "float16", "own" (PyTorch's), or for example "float16
+        (200 of 210 layers), own (10 of 210 layers)"."""
         names = Counter("own" if (made := copy.made) is None else made.copy.name for _, copy, _ in self._of_target)
         several = [f"{name} ({number} of {names.total()} layers)" for name, number in names.most_common()]
         return ", ".join(several if len(names) > 1 else names) or "own"
@@ -125,11 +128,11 @@ class FasterProducts:
                 _uses[layer] += 1
                 vars(layer).setdefault("forward", MethodType(_multiply, layer))
         _local.contexts.append(self.layers)
-        of_thread.in_float32.append(self.attends_in_float32 and self.groups_attention)
+        of_thread.contexts.append((self.modules, self.attends_in_float32) if self.groups_attention else (set(), False))
 
     def __exit__(self, *_: object) -> None:
         _local.contexts.pop()
-        of_thread.in_float32.pop()
+        of_thread.contexts.pop()
         of_thread.buffers.clear()
         with _lock:
             background.texts -= 1

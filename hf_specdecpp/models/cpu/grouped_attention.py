@@ -3,7 +3,7 @@ and over several tokens with the bits of passes over one token (`separate_querie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from threading import local
@@ -33,8 +33,8 @@ class _Local(local):
 
     def __init__(self) -> None:
         self.seen: dict[Tensor, SeenKeys] | None = None  # by attention mask within `separate_queries`
-        # `FasterProducts.attends_in_float32` of the contexts that the thread has entered. The last decides.
-        self.in_float32 = [False]
+        # Of each `FasterProducts` that the thread has entered, `modules` and `attends_in_float32`. The last decides.
+        self.contexts: list[tuple[Set[nn.Module], bool]] = [(frozenset(), False)]
         self.buffers: dict[str, Tensor] = {}  # reused memory, as new memory takes longer than the conversion
 
 
@@ -66,9 +66,10 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Replaces transformers' attention function `sdpa` on CPUs: equal results, bit for bit, without copies of keys and
-    values for query heads that share them; but where `FasterProducts.attends_in_float32`, passes over up to 32 tokens
-    compute attention of half precision in float32, and round once.
+    """Replaces transformers' attention function `sdpa` on CPUs, for modules of a target or draft within their
+    `FasterProducts`: equal results, bit for bit, without copies of keys and values for query heads that share them; but
+    where `attends_in_float32`, passes over up to 32 tokens compute attention of half precision in float32, and round
+    once. Other models attend as without it, also those that a processor or hook calls within a generation.
 
     transformers copies keys and values if several tokens are read with a mask, as in every verification, because CUDA
     has no fast kernel without copies. CPUs have one. Example: 12 query heads of width 128 share 2 heads of keys and
@@ -83,10 +84,11 @@ def grouped_attention(
     Returns:
         `[batch, tokens, heads, width]`, and `None` for the attention weights.
     """
-    tokens, dtype = query.shape[2], query.dtype
-    in_float32 = of_thread.in_float32[-1] and dtype in HALF and tokens <= ALIKE and not torch.is_autocast_enabled("cpu")
+    tokens, dtype, (modules, in_float32) = query.shape[2], query.dtype, of_thread.contexts[-1]
+    in_float32 = in_float32 and dtype in HALF and tokens <= ALIKE and not torch.is_autocast_enabled("cpu")
     if (  # cheap tests first: every layer runs this in every pass
-        (in_float32 if tokens == 1 else attention_mask is not None)
+        module in modules
+        and (in_float32 if tokens == 1 else attention_mask is not None)
         and not torch.is_grad_enabled()
         and key.device.type == "cpu"
         and key.shape[-1] == value.shape[-1]

@@ -92,6 +92,17 @@ class InPairs(nn.Module):
     num_key_value_groups = 2
 
 
+LAYER = InPairs()
+
+
+@contextmanager
+def computing(in_float32: bool = False) -> Iterator[None]:
+    """Within `FasterProducts` of a target with this layer; with copies in half precision, if `in_float32`."""
+    attention.of_thread.contexts.append(({LAYER}, in_float32))
+    yield
+    attention.of_thread.contexts.pop()
+
+
 def call(**changes: Any) -> tuple[Tensor, Any]:
     """Attention of 4 heads over 2 tokens, with 2 heads of keys and values for 5."""
     shapes = {"query": (1, 4, 2, 8), "key": (1, 2, 5, 8), "value": (1, 2, 5, 8)}
@@ -99,7 +110,8 @@ def call(**changes: Any) -> tuple[Tensor, Any]:
     tensors: dict[str, Any] = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
     mask = torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)
     arguments = {"attention_mask": mask, "scaling": 0.3, "sliding_window": None, **tensors, **changes}
-    return grouped_attention(InPairs(), **arguments)
+    with computing():
+        return grouped_attention(LAYER, **arguments)
 
 
 @pytest.mark.parametrize("changes", [
@@ -146,16 +158,8 @@ def one_by_one(states: dict[str, Tensor], among: Tensor, scaling: float) -> Tens
         seen = torch.cat((torch.ones(PREFIX, dtype=torch.bool), ancestors))
         keys, values = states["key"][:, :, seen], states["value"][:, :, seen]
         query = states["query"][:, :, place : place + 1]
-        outputs.append(grouped_attention(InPairs(), query, keys, values, None, scaling=scaling)[0])
+        outputs.append(grouped_attention(LAYER, query, keys, values, None, scaling=scaling)[0])
     return torch.cat(outputs, dim=1)
-
-
-@contextmanager
-def computing(in_float32: bool) -> Iterator[None]:
-    """Within `FasterProducts` of layers with copies in half precision, if `in_float32`."""
-    attention.of_thread.in_float32.append(in_float32)
-    yield
-    attention.of_thread.in_float32.pop()
 
 
 def states_of(dtype: torch.dtype, tokens: int = 4) -> dict[str, Tensor]:
@@ -180,9 +184,10 @@ def test_separate_queries_have_the_bits_of_passes_over_one_token(
     with computing(in_float32):
         expected = one_by_one(states, among, 0.125)
         with separate_queries():
-            separate, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
-            again, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
-    together, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+            separate, _ = grouped_attention(LAYER, **states, attention_mask=mask, scaling=0.125)
+            again, _ = grouped_attention(LAYER, **states, attention_mask=mask, scaling=0.125)
+    with computing():
+        together, _ = grouped_attention(LAYER, **states, attention_mask=mask, scaling=0.125)
     assert torch.equal(separate, expected)
     assert torch.equal(again, expected)
     torch.testing.assert_close(together, expected, atol=2e-2, rtol=2e-2)
@@ -204,7 +209,7 @@ def test_attention_in_float32_rounds_once(mask: Tensor | None, dtype: torch.dtyp
         query, key, value = (each.double() for each in states.values())
         bias = mask if mask is None or mask.dtype is torch.bool else mask.to(dtype)
         with torch.inference_mode(inference), torch.no_grad(), computing(True):
-            found, _ = grouped_attention(InPairs(), **states, attention_mask=bias, scaling=0.125)
+            found, _ = grouped_attention(LAYER, **states, attention_mask=bias, scaling=0.125)
         bias = bias if bias is None or bias.dtype is torch.bool else bias.double()
         expected = functional.scaled_dot_product_attention(query, key, value, bias, scale=0.125, enable_gqa=True)
         error = (found.double() - expected.transpose(1, 2)).abs().max().item()
@@ -216,9 +221,10 @@ def test_attention_in_float32_rounds_once(mask: Tensor | None, dtype: torch.dtyp
 @torch.inference_mode()
 def test_more_tokens_are_left_to_pytorch() -> None:
     states, mask = states_of(torch.bfloat16, 33), mask_of(torch.ones(33, 33).bool().tril())
-    own, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+    with computing():
+        own, _ = grouped_attention(LAYER, **states, attention_mask=mask, scaling=0.125)
     with computing(True), separate_queries():
-        found, _ = grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.125)
+        found, _ = grouped_attention(LAYER, **states, attention_mask=mask, scaling=0.125)
     assert torch.equal(found, own)
 
 
@@ -256,6 +262,30 @@ def test_half_precision_attends_in_float32_where_it_has_copies(monkeypatch: pyte
             assert attends() is not alike
 
 
+@needs_float16
+@torch.no_grad()
+def test_other_models_attend_as_ever_within_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a reward model that a logits processor calls; also in a hook of the target."""
+    seen, found = list[Any](), list[tuple[bool, int]]()
+    heard(monkeypatch, attention, "_attend_in_float32", lambda *_: seen.append(_))
+    use_copies(monkeypatch)
+    target, other = tiny("llama").bfloat16(), tiny("qwen3").bfloat16()
+    expected = passes(other)
+
+    def compare(*_: Any) -> None:
+        before = len(seen)
+        are_equal = all(torch.equal(*pair) for pair in zip(passes(other), expected, strict=True))
+        found.append((are_equal, len(seen) - before))
+
+    with faster(target), target.register_forward_hook(compare), separate_queries():
+        passes(target)
+    assert seen
+    assert found == [(True, 0)] * 3
+    with faster(other):
+        compare()
+    assert found[-1][1] > 0
+
+
 @pytest.mark.parametrize("mutant", [
     lambda mask, _: [slice(mask.shape[-1])] * mask.shape[-2],  # later candidates
     lambda mask, _: [slice(PREFIX + 1 + place) for place in range(mask.shape[-2])],  # siblings
@@ -280,8 +310,8 @@ def test_queries_stay_together_where_a_window_hides_the_first_key(monkeypatch: p
               for name in ("query", "key", "value")}  # fmt: skip
     mask = torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)
     mask[..., 1, 0] = False
-    with separate_queries():
-        grouped_attention(InPairs(), **states, attention_mask=mask, scaling=0.3)
+    with computing(), separate_queries():
+        grouped_attention(LAYER, **states, attention_mask=mask, scaling=0.3)
     assert queries == [2]
 
 
