@@ -36,7 +36,7 @@ from hf_specdecpp.trees.growth import check_estimator
 from hf_specdecpp.trees.shapes import Shape, best_shape
 
 # Plain passes that siblings would have saved before target and draft are tested, once, for reading trees. That test
-# takes about six passes; savings by descendants of siblings are not counted.
+# takes about five passes; savings by descendants of siblings are not counted.
 CHECK = 3.0
 HISTORY = 50_000  # tokens of earlier answers that `lookup="history"` searches
 
