@@ -68,6 +68,7 @@ EARLIER = [
     Case(family="gemma3n_text", new_tokens=5, records=("hidden_states",)),  # [streams, 1, length, size]
     Case(family="moshi", new_tokens=30),  # beyond its window
     Case(family="dory", attention="eager", new_tokens=5, records=("attentions",)),  # attentions of layers in a loop
+    Case(family="dory", attention="eager", new_tokens=5, length=25, records=("attentions",)),  # beyond their windows
     Case(family="gpt_neo", new_tokens=30, draft="exit some"),  # its attention has a `layer_id`
     # A processor has a tree's candidates, which the draft does not know.
     Case(draft="fewer ids", tree="static", processors=("neighbours",), new_tokens=5, length=1),
