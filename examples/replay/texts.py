@@ -89,7 +89,7 @@ def once(log: RunLog, where: dict[str, Any], make: Callable[[], Any]) -> Any:
 def write(benchmark: Benchmark, found: dict[str, Any], parts: list[str]) -> None:
     """Write what was `found` as `results.json`, and the `parts` of a Markdown page as `report.md`."""
     settings, where, folder = benchmark.settings, environment(benchmark.target.device), benchmark.config.output
-    settings = {**settings, "products": benchmark.assistant.setup().described_products(benchmark.target)}
+    settings = {**settings, "products": benchmark.assistant.setup().products(benchmark.target).described}
     command = shlex.join(["python", *sys.argv])
     results = {"command": command, "environment": where, "settings": settings, "runs": [], **found}
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "hf_specdecpp"))

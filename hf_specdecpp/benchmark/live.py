@@ -52,13 +52,12 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     where = environment(target.device)
     busy = busy_elsewhere(rows)
     load = f", other processes keeping {busy:.1f} of {where['processors']} processors busy" if busy else ""
-    setup = benchmark.assistant.setup()
     facts = {"command": command(), "device": where["device"] + load, "dtype": settings["dtype"]}
     results: dict[str, Any] = {
         "command": command(), "environment": where,
         "settings": {
             **settings, "temperatures": benchmark.config.temperatures,
-            "products": setup.described_products(target), "kernels": setup.products(target).described,
+            "products": benchmark.assistant.setup().products(target).described,
         },
         "ours": [contestant.name for contestant in benchmark.contestants if contestant.ours],
         "summary": summary, "speeds": speed_table(summary, facts),

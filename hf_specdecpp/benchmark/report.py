@@ -90,11 +90,11 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [f"target {settings['target']} ({place}), draft: {settings['draft_name']}"]
     if not results["runs"]:
         return lines
-    if "copies" in settings["products"]:
+    if "float16" in settings["products"] or "oneDNN" in settings["products"]:
         lines.append("hf_specdecpp keeps copies of the weights of large layers, in float16 where that is exact.")
-        if "own (" in settings["kernels"]:
+        if "own (" in settings["products"]:
             lines.append(
-                f"Some layers have no copy: {settings['kernels']}. Copies take at most a quarter of the free memory, "
+                f"Some layers have no copy: {settings['products']}. Copies take at most a quarter of the free memory, "
                 "and are made only of weights that they represent exactly."
             )
     if "int8" in settings["products"]:

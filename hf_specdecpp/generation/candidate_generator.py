@@ -223,7 +223,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _describe(self, products: FasterProducts) -> None:
         """Describe the present matrix multiplications in `stats`."""
-        self.stats.decided["products"] = products.described + ", draft in int8" * self.setup.drafts_in_int8
+        self.stats.decided["products"] = products.described
 
     def finish(self) -> None:
         """Called at the end of a call: adds its measured rounds to the learned costs. Errors are logged, not raised."""

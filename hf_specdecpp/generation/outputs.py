@@ -84,16 +84,13 @@ def _position(layer: Tensor, place: int) -> Tensor:
 
 def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
     """The sliding window (keys; `None`: none) of each of `count` attention layers, from the `layers` of a cache."""
-    cached = [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
-    loops = getattr(config, "n_recurrent_loops", 1)
-    if len(cached) == count and loops == 1:
-        return [getattr(layer, "sliding_window", None) for layer in cached]
     kinds = layer_types(config, len(layers))  # in transformers 5.18 layers that share keys are not in the cache
     sizes: dict[str, int | None] = {}
     for kind, layer in zip(kinds, layers, strict=False):
         if isinstance(layer, CacheLayerMixin):  # other layers share keys or have none
             sizes[kind] = getattr(layer, "sliding_window", None)
-    if loops > 1:  # Dory runs its middle layers several times, before the last ones; the cache holds the copies last
+    # Dory runs its middle layers several times, then its last ones. The cache holds those of later runs at its end.
+    if (loops := getattr(config, "n_recurrent_loops", 1)) > 1:
         first, last = config.n_input_layers, config.num_hidden_layers - config.n_output_layers
         kinds = [*kinds[:first], *kinds[first:last] * loops, *kinds[last : config.num_hidden_layers]]
     return [sizes[kind] for kind in kinds if kind in sizes] if any(sizes.values()) else [None] * count

@@ -98,12 +98,17 @@ def test_the_report(ran: tuple[Path, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("kernels", ["float16", "float16 (2 of 4 layers), own (2 of 4 layers)"])
-def test_the_report_says_that_layers_have_no_copy(kernels: str, ran: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize(("products", "copies", "partly"), [
+    ("own", False, False), ("float16", True, False), ("float16 (2 of 4 layers), own (2 of 4 layers)", True, True),
+])  # fmt: skip
+def test_the_report_says_which_layers_have_copies(
+    products: str, copies: bool, partly: bool, ran: tuple[Path, Any]
+) -> None:
     results = json.loads((ran[0] / "results.json").read_text())
-    assert results["settings"]["kernels"] == "own", "the target has no large layers"
-    results["settings"] |= {"products": "copies", "kernels": kernels}
-    assert (f"Some layers have no copy: {kernels}. " in markdown(results)) is ("own" in kernels)
+    assert results["settings"]["products"] == "own", "the target has no large layers"
+    results["settings"]["products"] = products
+    assert ("keeps copies of the weights" in markdown(results)) is copies
+    assert (f"Some layers have no copy: {products}. " in markdown(results)) is partly
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

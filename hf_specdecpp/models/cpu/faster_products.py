@@ -59,9 +59,8 @@ class FasterProducts:
             made here. `None`: the draft's layers use exact copies, too.
 
     Attributes:
-        modules: all modules of target and draft.
         layers: for each layer that may have a copy, its forward in this context.
-        groups_attention: whether attention is replaced.
+        attending: the modules of target and draft, whose attention is replaced; none if it is not replaced.
         attends_in_float32: whether the replaced attention of half precision computes in float32, in passes over few
             tokens: if the target has a large layer that cannot compute the bits of plain passes over one token anyway.
     """
@@ -80,7 +79,6 @@ class FasterProducts:
         drafts = [*draft]
         models = drafts if target is None else [target, *drafts]
         own = set() if target is None else set(modules_of(target))
-        self.modules = own.union(*map(modules_of, drafts))
         for layer in filter(can_be_copied, large_layers(models)):
             if int8 is not None and layer not in own:
                 self.layers[layer] = _copied_forward(layer, int8.current(layer))
@@ -93,15 +91,17 @@ class FasterProducts:
                     self._of_target.append((layer.weight.numel(), copy, times))
         # Replacing attention would recompile a compiled model each time.
         on_cpu = any(all(device.type == "cpu" for device in devices_of(model)) for model in models)
-        self.groups_attention = on_cpu and not any(map(_recompiles, models))
+        replaces = on_cpu and not any(map(_recompiles, models))
+        self.attending = own.union(*map(modules_of, drafts)) if replaces else set()
+        self._drafts_in_int8 = int8 is not None
 
     @property
     def described(self) -> str:
         """The kernels of the target's large layers at present: "float16", "own" (PyTorch's), or for example "float16
-        (200 of 210 layers), own (10 of 210 layers)"."""
+        (200 of 210 layers), own (10 of 210 layers), draft in int8"."""
         names = Counter("own" if (made := copy.made) is None else made.copy.name for _, copy, _ in self._of_target)
         several = [f"{name} ({number} of {names.total()} layers)" for name, number in names.most_common()]
-        return ", ".join(several if len(names) > 1 else names) or "own"
+        return (", ".join(several if len(names) > 1 else names) or "own") + ", draft in int8" * self._drafts_in_int8
 
     def seconds(self, rows: int, own: bool = False) -> float | None:
         """Processor seconds that the target's large layers take in a pass over `rows` tokens, from measured times;
@@ -120,7 +120,7 @@ class FasterProducts:
     def __enter__(self) -> None:
         with _lock:
             background.texts += 1
-            if self.groups_attention:
+            if self.attending:
                 _groups["sdpa"] += 1
                 if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
                     ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # the same bits, also in other threads
@@ -128,7 +128,7 @@ class FasterProducts:
                 _uses[layer] += 1
                 vars(layer).setdefault("forward", MethodType(_multiply, layer))
         _local.contexts.append(self.layers)
-        of_thread.contexts.append((self.modules, self.attends_in_float32) if self.groups_attention else (set(), False))
+        of_thread.contexts.append((self.attending, self.attends_in_float32))
 
     def __exit__(self, *_: object) -> None:
         _local.contexts.pop()
@@ -142,7 +142,7 @@ class FasterProducts:
                     del _uses[layer]
                     if _is_routed(layer):
                         del vars(layer)["forward"]
-            if self.groups_attention:
+            if self.attending:
                 _groups["sdpa"] -= 1
                 if not _groups["sdpa"] and ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
                     del ALL_ATTENTION_FUNCTIONS["sdpa"]  # only the override; transformers' own remains

@@ -33,7 +33,7 @@ class _Local(local):
 
     def __init__(self) -> None:
         self.seen: dict[Tensor, SeenKeys] | None = None  # by attention mask within `separate_queries`
-        # Of each `FasterProducts` that the thread has entered, `modules` and `attends_in_float32`. The last decides.
+        # Of each `FasterProducts` that the thread has entered, `attending` and `attends_in_float32`. The last decides.
         self.contexts: list[tuple[Set[nn.Module], bool]] = [(frozenset(), False)]
         self.buffers: dict[str, Tensor] = {}  # reused memory, as new memory takes longer than the conversion
 
@@ -69,7 +69,7 @@ def grouped_attention(
     """Replaces transformers' attention function `sdpa` on CPUs, for modules of a target or draft within their
     `FasterProducts`: equal results, bit for bit, without copies of keys and values for query heads that share them; but
     where `attends_in_float32`, passes over up to 32 tokens compute attention of half precision in float32, and round
-    once. Other models attend as without it, also those that a processor or hook calls within a generation.
+    once. The attention of other models is transformers', even if a logits processor or a hook calls such a model.
 
     transformers copies keys and values if several tokens are read with a mask, as in every verification, because CUDA
     has no fast kernel without copies. CPUs have one. Example: 12 query heads of width 128 share 2 heads of keys and
@@ -84,10 +84,10 @@ def grouped_attention(
     Returns:
         `[batch, tokens, heads, width]`, and `None` for the attention weights.
     """
-    tokens, dtype, (modules, in_float32) = query.shape[2], query.dtype, of_thread.contexts[-1]
+    tokens, dtype, (attending, in_float32) = query.shape[2], query.dtype, of_thread.contexts[-1]
     in_float32 = in_float32 and dtype in HALF and tokens <= ALIKE and not torch.is_autocast_enabled("cpu")
     if (  # cheap tests first: every layer runs this in every pass
-        module in modules
+        module in attending
         and (in_float32 if tokens == 1 else attention_mask is not None)
         and not torch.is_grad_enabled()
         and key.device.type == "cpu"
